@@ -1,0 +1,164 @@
+"""Which implementations exist, what each publishes about itself, and which one serves a problem.
+
+`choose` is pure: facts in, an implementation or the reasons why none serves out. Adding an implementation means adding one file
+beside this one and one line to `implementations`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+RunAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool, float, str], tuple[Tensor, Tensor, Tensor]]
+"""(query, key, value, threshold, attn_mask, query_mask, is_causal, scale, tile_order) -> (out, lse, counts), shapes as in ops.py."""
+
+
+class Problem(NamedTuple):
+    """What an implementation must know to say yes or no. All static: none of it is read from the device."""
+
+    device_type: str
+    capability: tuple[int, int] | None  # CUDA compute capability, None elsewhere
+    dtype: torch.dtype
+    head_dim: int  # D of query and key
+    value_dim: int  # Dv of value and out
+    mask: str  # "none" | "key" ([B|1, 1, 1, Skv]) | "general"
+    query_mask: bool
+    is_causal: bool
+    tile_order: str
+    aligned: bool  # unit last stride, all other strides and the offset multiples of 16 bytes
+
+    @staticmethod
+    def of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, query_mask: bool, is_causal: bool, tile_order: str) -> "Problem":
+        """The problem of a call: query [B,Hq,Sq,D], key [B,Hkv,Skv,D], value [B,Hkv,Skv,Dv]; tensors may be fake."""
+        device = query.device
+        return Problem(
+            device.type,
+            cuda_capability(device.index) if device.type == "cuda" else None,
+            query.dtype,
+            query.shape[3],
+            value.shape[3],
+            mask_kind(mask),
+            query_mask,
+            is_causal,
+            tile_order,
+            is_aligned(query) and is_aligned(key) and is_aligned(value),
+        )
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to run `skip_attn_compile::attention`, and what it publishes. Tiles are in rows (`tile_q`) and keys (`tile_k`)."""
+
+    name: str
+    device_types: tuple[str, ...] | None  # None: any
+    tile_q: int
+    tile_k: int
+    tile_orders: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    head_dims: tuple[int, ...] | None  # None: any, value_dim too; else head_dim == value_dim, one of these
+    masks: tuple[str, ...]
+    run: RunAttention
+    unavailable: Callable[[Problem], str | None] = lambda _: None  # why it cannot run on this machine (hardware, library), or None
+    needs_alignment: bool = False
+    lambda_on_host: bool = False
+
+    def not_supported_reasons(self, problem: Problem) -> list[str]:
+        """Every reason why this implementation cannot serve `problem`; empty means it can."""
+        reasons = []
+        if self.device_types is not None and problem.device_type not in self.device_types:
+            reasons.append(f"{self.name} runs on {_names(self.device_types)}, not on {problem.device_type}")
+        elif (why := self.unavailable(problem)) is not None:
+            reasons.append(f"{self.name} is unavailable: {why}")
+        if problem.dtype not in self.dtypes:
+            reasons.append(f"{self.name} takes {_names(self.dtypes)}, not {_names((problem.dtype,))}")
+        if self.head_dims is not None and (problem.head_dim not in self.head_dims or problem.value_dim != problem.head_dim):
+            reasons.append(f"{self.name} takes head_dim {_names(self.head_dims)}, alike for value, not {problem.head_dim} and {problem.value_dim}")
+        if problem.mask not in self.masks:
+            reasons.append(f"{self.name} takes masks of kind {_names(self.masks)}, not {problem.mask}")
+        if problem.tile_order not in self.tile_orders:
+            reasons.append(f"{self.name} takes tile_order {_names(self.tile_orders)}, not {problem.tile_order}")
+        if self.needs_alignment and not problem.aligned:
+            reasons.append(f"{self.name} needs a unit last stride and all other strides and offsets in multiples of 16 bytes")
+        return reasons
+
+
+@cache
+def implementations() -> tuple[Implementation, ...]:
+    """All implementations, the preferred ones first. Imported late: importing this package loads no kernel."""
+    import importlib.util
+
+    from skip_attn_compile.kernels import reference
+
+    if importlib.util.find_spec("skip_attn_compile.kernels.sm90") is None:  # LEAD: until the kernel lands
+        return (reference.IMPLEMENTATION,)
+    from skip_attn_compile.kernels import sm90
+
+    return (sm90.IMPLEMENTATION, reference.IMPLEMENTATION)
+
+
+def choose(problem: Problem, name: str = "auto", *, explicit_call: bool = False) -> Implementation | list[str]:
+    """The implementation that serves `problem`, or the reasons why none does.
+
+    name: "auto" takes the first that serves; any other name takes that one or none. The reference serves CPU tensors under "auto";
+    on other devices only when asked for by name or in an explicit call of the operator (`explicit_call`), where it is slow but right.
+    """
+    reasons: list[str] = []
+    for implementation in implementations():
+        if name not in ("auto", implementation.name):
+            continue
+        if name == "auto" and implementation.name == "reference" and problem.device_type != "cpu" and not explicit_call:
+            reasons.append(f"reference serves {problem.device_type} only when asked for by name")
+            continue
+        found = implementation.not_supported_reasons(problem)
+        if not found:
+            return implementation
+        reasons += found
+    return reasons
+
+
+@lru_cache(maxsize=4096)
+def choose_cached(problem: Problem, name: str) -> Implementation | list[str]:
+    """`choose` for calls of the operator, once per kind of call: the operator's host time is counted in microseconds."""
+    return choose(problem, name, explicit_call=True)
+
+
+def mask_kind(mask: Tensor | None) -> str:
+    """ "none", "key" (broadcastable from [B,1,1,Skv]) or "general" (anything else that broadcasts to [B,Hq,Sq,Skv])."""
+    if mask is None:
+        return "none"
+    rows_alike = mask.dim() < 2 or _one(mask.shape[-2])
+    heads_alike = mask.dim() < 3 or _one(mask.shape[-3])
+    return "key" if rows_alike and heads_alike else "general"
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Unit last stride, other strides and the offset in multiples of 16 bytes; strides of size-1 dimensions do not count."""
+    step = 16 // tensor.element_size()
+    if not _known(tensor.stride(-1) == 1) or not _known(tensor.storage_offset() % step == 0):
+        return False
+    return all(_known(size == 1) or _known(stride % step == 0) for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True))
+
+
+def _known(condition: bool | torch.SymBool) -> bool:
+    """The truth of a size condition, without a guard; a symbolic one that cannot be proven counts as false."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+@cache
+def cuda_capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def _one(size: int) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _names(values: tuple) -> str:
+    return ", ".join(str(v).removeprefix("torch.") for v in values)

@@ -1,0 +1,51 @@
+"""The oracle as an implementation: serves the CPU, and any device when asked for."""
+
+import torch
+from torch import Tensor
+
+from skip_attn_compile.config import TILE_ORDERS
+from skip_attn_compile.kernels import Implementation
+from skip_attn_compile.ops import empty_output
+from skip_attn_compile.reference import reference_attention
+
+TILE_Q, TILE_K = 64, 128
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    threshold: Tensor,
+    attn_mask: Tensor | None,
+    query_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    tile_order: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return reference_attention(
+        query,
+        key,
+        value,
+        threshold,
+        attn_mask,
+        query_mask,
+        is_causal=is_causal,
+        scale=scale,
+        tile_order=tile_order,
+        tile_q=TILE_Q,
+        tile_k=TILE_K,
+        out=empty_output(query, value.shape[3]),
+    )
+
+
+IMPLEMENTATION = Implementation(
+    name="reference",
+    device_types=None,
+    tile_q=TILE_Q,
+    tile_k=TILE_K,
+    tile_orders=TILE_ORDERS,
+    dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    head_dims=None,
+    masks=("none", "key", "general"),
+    run=_run,
+)

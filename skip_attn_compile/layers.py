@@ -1,0 +1,291 @@
+"""Whose layer is it? Names for the modules behind a graph, at compile time and again at every call.
+
+One compiled graph serves every module that Dynamo finds alike: all blocks of a class under regional compilation, both experts of a
+two-expert pipeline. The graph cannot know which of them is calling, but its inputs do: they hold that module's Parameters. A `Frame`
+remembers, for one graph, the module whose forward was captured, the input positions of its Parameters, and every known module of the
+same class; `resolve` finds the caller by comparing the live Parameters with `is` (ids are reused, and offloading replaces them).
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+_WRAPPER_PARTS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_MODULE_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)  # hold what they wrap as `.module`
+
+
+@dataclass(frozen=True)
+class LayerName:
+    """A module by name: `path` within its component, e.g. blocks.0.attn1, and the component it was attached under, maybe ""."""
+
+    component: str
+    path: str
+
+    @property
+    def full(self) -> str:
+        return ".".join(part for part in (self.component, self.path) if part)
+
+
+@dataclass(eq=False)
+class KnownModel:
+    """A root module, held weakly, and the name of its component."""
+
+    reference: "weakref.ref[nn.Module]"
+    name: str
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """(path, module) of every module of the tree, wrapper parts removed; the first name of a shared module only."""
+        root = self.reference()
+        if root is not None:
+            for path, module in root.named_modules():
+                yield clean_path(root, path), module
+
+
+_NO_MODEL = KnownModel(lambda: None, "")  # type: ignore[arg-type]  # of plain functions
+
+
+class KnownModels:
+    """The models whose layers have names: attached by the user, or seen as the root of a compiled frame."""
+
+    def __init__(self) -> None:
+        self._models: list[KnownModel] = []
+        self._lock = threading.Lock()
+        self.generation = 0  # changes whenever the list does
+
+    def attach(self, model: nn.Module, name: str = "") -> KnownModel:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"attach needs the torch.nn.Module whose layers are to be named, got {type(model).__name__}")
+        if not isinstance(name, str):
+            raise ValueError(f"name must be a string, the component's name such as 'transformer', got {name!r}")
+        model = unwrap(model)
+        with self._lock:
+            known = next((m for m in self._models if m.reference() is model), None)
+            if known is None:
+                known = KnownModel(weakref.ref(model), name)
+                self._models.append(known)
+            known.name = name
+            self.generation += 1
+        return known
+
+    def live(self) -> list[KnownModel]:
+        with self._lock:
+            self._models = [m for m in self._models if m.reference() is not None]
+            return list(self._models)
+
+    def holding(self, module: nn.Module) -> KnownModel | None:
+        """The model whose tree holds `module`."""
+        return next((known for known in self.live() if any(m is module for _, m in known.modules())), None)
+
+
+@dataclass(frozen=True, eq=False)
+class Anchor:
+    """A graph input that was a Parameter of the frame's root module: args[position] is <root>.<owner>._parameters[name]."""
+
+    position: int
+    owner: str  # path of the owning module within the frame's root
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A module that may be running the graph: the frame's root, or another known module of its class."""
+
+    model: KnownModel
+    path: str  # within the model
+    parameters: tuple[tuple["weakref.ref[nn.Module] | None", str], ...]  # for each anchor, the owner here and the Parameter's name
+
+    def holds(self, index: int, tensor: object) -> bool:
+        """Is `tensor` the live Parameter of anchor number `index`?"""
+        reference, name = self.parameters[index]
+        module = reference() if reference is not None else None
+        return module is not None and module._parameters.get(name) is tensor
+
+    def layer(self, relative_path: str) -> LayerName:
+        return LayerName(self.model.name, join(self.path, relative_path))
+
+
+@dataclass(eq=False)
+class Frame:
+    """What one graph knows about the module it was captured from. `sites` maps a site's index to its path within that module."""
+
+    root_class: type | None  # None: a plain function, which is the only layer that it can be
+    function: str  # whose code Dynamo captured
+    anchors: tuple[Anchor, ...] = ()
+    sites: dict[int, str] = field(default_factory=dict)
+    warned: bool = False
+    _candidates: tuple[Candidate, ...] = ()
+    _generation: int = -1
+    _by_id: dict[int, Candidate] = field(default_factory=dict)
+
+    def candidates(self, models: KnownModels) -> tuple[Candidate, ...]:
+        """Every known module that may run this graph."""
+        if self._generation != models.generation:
+            generation = models.generation
+            self._candidates = tuple(self._find_candidates(models))
+            self._by_id = {}
+            self._generation = generation
+        return self._candidates
+
+    def resolve(self, arguments: Sequence[object], models: KnownModels) -> Candidate | None:
+        """The module that is calling, or None where the inputs do not tell. About 0.5 us when it has called before."""
+        candidates = self.candidates(models)
+        for index, anchor in enumerate(self.anchors):
+            tensor = arguments[anchor.position]
+            cached = self._by_id.get(id(tensor))
+            if cached is not None and cached.holds(index, tensor):
+                return cached
+            owners = [c for c in candidates if c.holds(index, tensor)]
+            if len(owners) == 1:  # a Parameter that two candidates share tells nothing: try the next
+                self._by_id[id(tensor)] = owners[0]
+                return owners[0]
+        # A graph without any Parameter has nothing to compare; with one candidate there is nothing to tell apart either.
+        return candidates[0] if not self.anchors and len(candidates) == 1 else None
+
+    def _find_candidates(self, models: KnownModels) -> Iterator[Candidate]:
+        if self.root_class is None:
+            yield Candidate(_NO_MODEL, self.function, ())
+            return
+        for known in models.live():
+            tree = dict(known.modules())
+            for path, module in tree.items():
+                if type(module) is self.root_class and all(join(path, site) in tree for site in self.sites.values()):
+                    owners = (tree.get(join(path, anchor.owner)) for anchor in self.anchors)
+                    references = (None if owner is None else weakref.ref(owner) for owner in owners)
+                    yield Candidate(known, path, tuple(zip(references, (anchor.name for anchor in self.anchors), strict=True)))
+
+
+def frames_of_graph(module_ids: Sequence[tuple[int, ...]], example_inputs: Sequence[object], models: KnownModels) -> list[Frame]:
+    """Sort the sites of the graph that Dynamo is compiling into frames, one for each root module (almost always one).
+
+    module_ids: for each site, the ids of the modules it was traced in, innermost first. A root that no known model holds, and that no
+    other module on the Python stack contains, is a whole model: it becomes known under the name "". Any other unknown root is a block
+    of a model that was not attached: its frame has no candidates until `attach` is called.
+    """
+    scope = _FrameScope.current(models)
+    by_root: dict[int, Frame] = {}
+    for index, ids in enumerate(module_ids):
+        owner, tree = scope.locate(ids)
+        if owner is None or tree is None:
+            by_root.setdefault(0, Frame(None, scope.function)).sites[index] = ""
+            continue
+        root = scope.root_of(owner, tree, example_inputs)
+        if models.holding(root) is None and not scope.is_part_of_a_larger_model(tree):
+            models.attach(tree)
+        if id(root) not in by_root:
+            by_root[id(root)] = Frame(type(root), scope.function, _anchors(root, example_inputs))
+        by_root[id(root)].sites[index] = _path_within(root, owner)
+    for frame in by_root.values():  # Parameters of the attention modules first: they are the least likely to be shared
+        paths = tuple(frame.sites.values())
+        frame.anchors = tuple(sorted(frame.anchors, key=lambda a: not any(a.owner == p or a.owner.startswith(p + ".") for p in paths)))
+    return list(by_root.values())
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's module inside torch.compile's and data-parallel wrappers."""
+    while isinstance(module, torch._dynamo.OptimizedModule) or isinstance(module, _MODULE_WRAPPERS):
+        module = module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module.module
+    return module
+
+
+def clean_path(root: nn.Module, path: str) -> str:
+    """`path` without the parts that wrappers add (_orig_mod, data-parallel's module, ...)."""
+    parts, module = [], root
+    for part in path.split(".") if path else []:
+        wrapper = part in _WRAPPER_PARTS or (part == "module" and isinstance(module, _MODULE_WRAPPERS))
+        if not wrapper:
+            parts.append(part)
+        module = module._modules[part]  # type: ignore[assignment]
+    return ".".join(parts)
+
+
+def join(*paths: str) -> str:
+    return ".".join(path for path in paths if path)
+
+
+def _path_within(root: nn.Module, module: nn.Module) -> str:
+    return next(clean_path(root, path) for path, m in root.named_modules() if m is module)
+
+
+def _anchors(root: nn.Module, example_inputs: Sequence[object]) -> tuple[Anchor, ...]:
+    owner_of = {
+        id(parameter): (parameter, clean_path(root, path), name)
+        for path, module in root.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
+    anchors = []
+    for position, tensor in enumerate(example_inputs):
+        found = owner_of.get(id(tensor))
+        if found is not None and found[0] is tensor:
+            anchors.append(Anchor(position, found[1], found[2]))
+    return tuple(anchors)
+
+
+@dataclass
+class _FrameScope:
+    """The Python frame that Dynamo is capturing: the modules it can see, and those that are running above it."""
+
+    function: str
+    local_modules: list[nn.Module]
+    running: list[nn.Module]  # modules whose methods are on the Python stack
+    found: dict[int, tuple[nn.Module, nn.Module]]  # id(module) -> (module, the tree it was found in)
+
+    @classmethod
+    def current(cls, models: KnownModels) -> "_FrameScope":
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        tx = InstructionTranslator.current_tx()
+        local_modules = _modules_in(tx.output.local_scope.values())
+        # Largest trees first among the locals: `self` before the blocks that a loop variable may also hold.
+        local_modules.sort(key=lambda m: -sum(1 for _ in m.modules()))
+        known = [m for k in models.live() if (m := k.reference()) is not None]
+        found: dict[int, tuple[nn.Module, nn.Module]] = {}
+        for tree in (*local_modules, *known, *_modules_in(tx.f_globals.values())):
+            for module in tree.modules():
+                found.setdefault(id(module), (module, tree))
+        return cls(tx.f_code.co_name, local_modules, _running_modules(), found)
+
+    def locate(self, ids: tuple[int, ...]) -> tuple[nn.Module | None, nn.Module | None]:
+        """(the module that made a call, the tree that holds it); (None, None) for a plain function."""
+        for wanted in ids:
+            if wanted in self.found:
+                return self.found[wanted]
+        if self.local_modules:  # no module stack: the frame's own module made the call
+            return self.local_modules[0], self.local_modules[0]
+        return None, None
+
+    def root_of(self, owner: nn.Module, tree: nn.Module, example_inputs: Sequence[object]) -> nn.Module:
+        """The module whose forward the frame is: the local one above `owner`, else the lowest one above every Parameter used."""
+        if any(m is tree for m in self.local_modules):
+            return tree
+        owners = [anchor.owner for anchor in _anchors(tree, example_inputs)] + [_path_within(tree, owner)]
+        common = owners[0].split(".")
+        for path in owners:
+            parts = path.split(".")
+            common = [a for n, a in enumerate(common) if parts[: n + 1] == common[: n + 1]]
+        return next(m for path, m in tree.named_modules() if clean_path(tree, path) == ".".join(common))
+
+    def is_part_of_a_larger_model(self, tree: nn.Module) -> bool:
+        return any(m is not tree and any(child is tree for child in m.modules()) for m in self.running)
+
+
+def _modules_in(values: Iterable[Any]) -> list[nn.Module]:
+    return [unwrap(value) for value in values if isinstance(value, nn.Module)]
+
+
+def _running_modules() -> list[nn.Module]:
+    running: dict[int, nn.Module] = {}
+    frame = sys._getframe()
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            module = unwrap(module)
+            running[id(module)] = module
+        frame = frame.f_back  # type: ignore[assignment]
+    return list(running.values())

@@ -1,0 +1,145 @@
+"""The only graph surgery. For every site that may skip, with q [B,Hq,Sq,D], k [B,Hkv,Skv,D], v [B,Hkv,Skv,Dv] and key mask m:
+
+    before                                       after
+    out = scaled_dot_product_attention(q,k,v,m)  lam = control[:, 0] + control[:, 1] / Skv          once per key length
+    return (out,)                                out, lse, n = skip_attn_compile.attention(q, k, v, lam[i], m, None, causal, ...)
+                                                 counts = stack([n.sum((0, 1)), ...])               [n_sites, 2] int64
+                                                 return (out, counts)
+
+`control` float32 [n_sites, 2] is a new last input, so that lambda changes without a recompile; `counts` is a new last output, so that
+counting needs no side effect, which would keep CUDA graphs from being recorded.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from skip_attn_compile.config import SkipConfig
+from skip_attn_compile.ops import attention
+from skip_attn_compile.sites import AttentionSite, static_size
+
+_EXTRA_ATTRIBUTES = ("_param_name_to_source", "_source_to_user_stacks")
+
+
+def copy_graph_module(gm: GraphModule) -> GraphModule:
+    """A copy whose graph can be changed: Dynamo still reads the placeholders of the original after the backend returns."""
+    graph = Graph()
+    nodes: dict[Node, Node] = {}
+    result = graph.graph_copy(gm.graph, nodes)
+    graph.output(result)
+    for original, copied in nodes.items():
+        if original.op == "placeholder":
+            copied._dynamo_source = getattr(original, "_dynamo_source", None)  # type: ignore[attr-defined]  # an attribute, which the copy loses
+    copy = GraphModule(gm, graph)
+    copy.meta.update(gm.meta)
+    for name in _EXTRA_ATTRIBUTES:
+        if hasattr(gm, name):
+            setattr(copy, name, getattr(gm, name))
+    return copy
+
+
+def rewrite(gm: GraphModule, sites: Sequence[AttentionSite], config: SkipConfig, control: torch.Tensor) -> None:
+    """Replace `sites` by the operator, in place. `control`, float32 [n_sites, 2], is an example of the new last input."""
+    graph = gm.graph
+    lambdas = _Lambdas(graph, _add_control_input(graph, control), config.min_kv_len)
+    counts = [_replace(graph, site, lambdas.of(site, index), config, control.device) for index, site in enumerate(sites)]
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        stacked = graph.call_function(torch.stack, (counts,))
+    output.args = ((*output.args[0], stacked),)  # type: ignore[misc]
+    graph.lint()
+    gm.recompile()
+
+
+def _add_control_input(graph: Graph, control: torch.Tensor) -> Node:
+    last = graph.find_nodes(op="placeholder")[-1:]
+    with graph.inserting_after(last[0]) if last else graph.inserting_before(next(iter(graph.nodes))):
+        node = graph.placeholder("skip_attn_control")
+    # AOTAutograd asserts that the attribute is there; None says that Dynamo did not make this input.
+    node._dynamo_source = None  # type: ignore[attr-defined]
+    fake_mode = torch._guards.TracingContext.get().fake_mode
+    assert fake_mode is not None
+    node.meta["example_value"] = fake_mode.from_tensor(control, static_shapes=True)
+    return node
+
+
+class _Lambdas:
+    """The lambda of each site as graph nodes, computed for all sites at once for each key length: one small kernel, not one a site."""
+
+    def __init__(self, graph: Graph, control: Node, min_kv_len: int) -> None:
+        self._graph, self._control, self._min_kv_len = graph, control, min_kv_len
+        self._of_length: dict[object, Node] = {}
+
+    def of(self, site: AttentionSite, index: int) -> Node:
+        """float32 [], or [B] under a key mask. The nodes stand before the site's own."""
+        with self._graph.inserting_before(site.node):
+            mask = site.arguments["attn_mask"]
+            length: Any = site.kv_len
+            key = mask if mask is not None else length if isinstance(length, int) else length.node.expr
+            if key not in self._of_length:
+                self._of_length[key] = self._all_sites(site, length)
+            return self._call(torch.select, self._of_length[key], 0, index)
+
+    def _all_sites(self, site: AttentionSite, length: Any) -> Node:
+        call = self._call
+        size = length if isinstance(length, int) else self._graph.call_method("size", (site.arguments["key"], 2))
+        c0, c1 = call(torch.select, self._control, 1, 0), call(torch.select, self._control, 1, 1)
+        if site.mask is None:
+            lambdas = call(operator.add, c0, call(operator.truediv, c1, size))
+        else:
+            keys = self._unmasked_keys(site, size)  # [] or [B]
+            if site.mask.dim() == 4 and site.mask.shape[0] != 1:
+                c0, c1 = call(torch.unsqueeze, c0, 1), call(torch.unsqueeze, c1, 1)
+            lambdas = call(operator.add, c0, call(operator.truediv, c1, keys))
+        if not isinstance(length, int) and self._min_kv_len > 1:
+            # 1 from min_kv_len keys on, else 0; in integers of the graph, so that no guard is added
+            above = call(operator.sub, size, self._min_kv_len - 1)
+            lambdas = call(operator.mul, lambdas, call(torch.sym_min, call(torch.sym_max, above, 0), 1))
+        return lambdas
+
+    def _unmasked_keys(self, site: AttentionSite, size: Any) -> Node:
+        """Keys that take part: [B] for a mask [B,1,1,Skv], else []; at least 1, so that nothing divides by 0."""
+        call, mask = self._call, site.arguments["attn_mask"]
+        assert site.mask is not None
+        taking_part = mask if site.mask.dtype == torch.bool else call(operator.gt, mask, float("-inf"))
+        counted = call(torch.clamp_min, call(torch.sum, taking_part, -1), 1)
+        if static_size(site.mask.shape[-1]) == 1:  # one value for all keys
+            counted = call(operator.mul, counted, size)
+        return call(torch.reshape, counted, [-1] if site.mask.dim() == 4 and site.mask.shape[0] != 1 else [])
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Node:
+        return self._graph.call_function(function, args)
+
+
+def _replace(graph: Graph, site: AttentionSite, threshold: Node, config: SkipConfig, counts_device: torch.device) -> Node:
+    """Put the operator in the place of one SDPA call; returns the node of its counts, int64 [2]."""
+    node, arguments = site.node, site.arguments
+    assert site.query is not None and site.dtype is not None
+    with graph.inserting_before(node):
+        query, key, value = (_cast(graph, arguments[name], site.dtype) for name in ("query", "key", "value"))
+        mask = arguments["attn_mask"]
+        if site.mask is not None and site.mask.dtype != torch.bool:
+            mask = _cast(graph, mask, site.dtype)
+        if site.query.device != counts_device:
+            threshold = graph.call_method("to", (threshold, site.query.device))
+        options = (mask, None, arguments["is_causal"], arguments["scale"], config.tile_order, config.implementation)
+        result = graph.call_function(attention, (query, key, value, threshold, *options))
+        out = graph.call_function(operator.getitem, (result, 0))
+        counts = graph.call_function(torch.sum, (graph.call_function(operator.getitem, (result, 2)), (0, 1)))
+        if site.query.device != counts_device:
+            counts = graph.call_method("to", (counts, counts_device))
+    for new in (result, out):
+        new.meta.update({name: node.meta[name] for name in ("nn_module_stack", "stack_trace", "source_fn_stack") if name in node.meta})
+    out.meta["example_value"] = node.meta.get("example_value")
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+    return counts
+
+
+def _cast(graph: Graph, argument: Node, dtype: torch.dtype) -> Node:
+    """`argument` in the dtype of SDPA's result; differs where autocast would have cast it."""
+    example = argument.meta["example_value"]
+    return argument if example.dtype == dtype else graph.call_method("to", (argument, dtype))

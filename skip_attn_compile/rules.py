@@ -1,0 +1,148 @@
+"""The decision, pure: may a call skip in a layer, and at which lambda, or why not. All reasons are collected, none is silent."""
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from skip_attn_compile import kernels
+from skip_attn_compile.config import SkipConfig
+from skip_attn_compile.layers import LayerName
+from skip_attn_compile.sites import AttentionSite
+
+# Every reason that this module gives, as users see it; implementations add theirs (kernels.Implementation.not_supported_reasons).
+# The README's support table is made from these texts.
+REASONS = {
+    "ignored": "ignored by pattern {pattern!r}",
+    "not included": "no include pattern matches",
+    "dense rule": "rule {pattern!r} says dense",
+    "no operating point": "no threshold: none in the config, and no rule gives one here",
+    "short kv": "short: {kv_len} keys < min_kv_len {min_kv_len}",
+    "gradient": "an input requires grad, and skip-softmax attention has no backward",
+    "dropout": "dropout_p is {dropout_p}, must be 0",
+    "general mask": "mask {shape} is not a key mask [batch|1, 1, 1, keys]",
+    "rank": "query, key and value must be [batch, heads, tokens, head_dim], got {shapes}",
+    "shapes": "query, key and value must agree in batch and head_dim, heads must divide, got {shapes}",
+    "gqa": "{heads} query heads over {kv_heads} key heads without enable_gqa",
+    "symbolic": "{what} is symbolic, must be static",
+    "not constant": "{argument} is computed in the graph, must be a constant",
+    "unknown shapes": "the graph does not record the shapes of the call",
+    "nested": "inside a nested graph (checkpoint, cond, ...)",
+}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the config says of one layer: lambda, or the reasons why the layer never skips."""
+
+    threshold: float | None
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether one SDPA call is rewritten, for good.
+
+    reasons: why the call is kept whatever its layer; the reasons that depend on the layer are in its `Policy`.
+    """
+
+    kept: bool
+    reasons: tuple[str, ...]
+    call_index: int
+    kv_len: str
+    implementation: kernels.Implementation | None
+
+
+def decide(site: AttentionSite, layers: Sequence[LayerName], config: SkipConfig) -> Decision:
+    """Rewrite, or keep because the call cannot skip, or because no layer it serves ever may.
+
+    layers: those that may run this call; empty where none is known yet: then it is rewritten, and dense until one is.
+    """
+    reasons, implementation = reasons_to_keep(site, config)
+    never = bool(layers) and all(policy(config, layer).threshold is None for layer in layers)
+    return Decision(bool(reasons) or never, reasons, site.call_index, str(site.kv_len), implementation)
+
+
+def policy(config: SkipConfig, layer: LayerName) -> Policy:
+    """include says who takes part, rules (later wins) change values, ignore removes and beats everything."""
+    reasons = []
+    if not any(matches(pattern, layer) for pattern in config.include):
+        reasons.append(REASONS["not included"])
+    threshold: float | None = config.threshold
+    dense_rule = None
+    for rule in config.rules:
+        if matches(rule.pattern, layer):
+            threshold, dense_rule = (rule.threshold, None) if not rule.dense else (threshold, rule.pattern)
+    if dense_rule is not None:
+        reasons.append(REASONS["dense rule"].format(pattern=dense_rule))
+    elif threshold is None:
+        reasons.append(REASONS["no operating point"])
+    reasons += [REASONS["ignored"].format(pattern=pattern) for pattern in config.ignore if matches(pattern, layer)]
+    return Policy(None, tuple(reasons)) if reasons else Policy(threshold)
+
+
+def matches(pattern: str, layer: LayerName) -> bool:
+    """fnmatchcase on the full name and on the component-relative name, never on a block-relative one."""
+    return fnmatch.fnmatchcase(layer.full, pattern) or fnmatch.fnmatchcase(layer.path, pattern)
+
+
+def reasons_to_keep(site: AttentionSite, config: SkipConfig) -> tuple[tuple[str, ...], kernels.Implementation | None]:
+    """Every reason why the call itself, whatever its layer, must stay SDPA; none, and what will run it, where it may be rewritten."""
+    query, key, value = site.query, site.key, site.value
+    if query is None or key is None or value is None or site.dtype is None or (site.arguments["attn_mask"] is not None and site.mask is None):
+        return (REASONS["unknown shapes"],), None
+    shapes = ", ".join(str(list(t.shape)) for t in (query, key, value))
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return (REASONS["rank"].format(shapes=shapes),), None
+    reasons = []
+    if site.nested:
+        reasons.append(REASONS["nested"])
+    if any(t.requires_grad for t in (query, key, value, site.mask) if t is not None):
+        reasons.append(REASONS["gradient"])
+    for argument in ("dropout_p", "is_causal", "enable_gqa"):
+        if isinstance(site.arguments[argument], torch.fx.Node):
+            reasons.append(REASONS["not constant"].format(argument=argument))
+    dropout_p = site.arguments["dropout_p"]
+    if isinstance(dropout_p, float | int) and dropout_p != 0:
+        reasons.append(REASONS["dropout"].format(dropout_p=dropout_p))
+    if isinstance(site.kv_len, int) and site.kv_len < config.min_kv_len:
+        reasons.append(REASONS["short kv"].format(kv_len=site.kv_len, min_kv_len=config.min_kv_len))
+    reasons += _shape_reasons(site, shapes)
+    chosen = _implementation(site, config)
+    if isinstance(chosen, list):
+        return (*reasons, *chosen), None
+    return tuple(reasons), chosen
+
+
+def _shape_reasons(site: AttentionSite, shapes: str) -> list[str]:
+    query, key, value = site.query, site.key, site.value
+    assert query is not None and key is not None and value is not None
+    (batch, heads), (kv_batch, kv_heads) = query.shape[:2], key.shape[:2]
+    if not isinstance(heads, int) or not isinstance(kv_heads, int):
+        return [REASONS["symbolic"].format(what="the number of heads")]
+    if not _same(batch, kv_batch) or not _same(kv_batch, value.shape[0]) or kv_heads != value.shape[1] or heads % kv_heads:
+        return [REASONS["shapes"].format(shapes=shapes)]
+    if heads != kv_heads and site.arguments["enable_gqa"] is not True:
+        return [REASONS["gqa"].format(heads=heads, kv_heads=kv_heads)]
+    return []
+
+
+def _implementation(site: AttentionSite, config: SkipConfig) -> kernels.Implementation | list[str]:
+    query, key, value = site.query, site.key, site.value
+    assert query is not None and key is not None and value is not None and site.dtype is not None
+    if not isinstance(query.shape[3], int) or not isinstance(value.shape[3], int):
+        return [REASONS["symbolic"].format(what="head_dim")]
+    kind = kernels.mask_kind(site.mask)
+    if kind == "general":
+        assert site.mask is not None
+        return [REASONS["general mask"].format(shape=list(site.mask.shape))]
+    problem = kernels.Problem.of(query, key, value, site.mask, False, site.arguments["is_causal"] is True, config.tile_order)
+    return kernels.choose(problem._replace(dtype=site.dtype), config.implementation)
+
+
+def _same(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Equality of sizes without a guard: symbolic sizes are equal when they are the same expression."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(a == b)
