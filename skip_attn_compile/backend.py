@@ -93,7 +93,16 @@ class SkipBackend:
         for reset in resets:
             reset()
 
-    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None, **_: Any) -> Callable[..., Any]:
+    def __call__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> Callable[..., Any]:
+        """Compile one graph that Dynamo captured; mode and options are torch.compile's."""
         inner = self._inner_compiler(mode, options)
         work = copy_graph_module(gm)
         if has_composites(work):
@@ -110,7 +119,7 @@ class SkipBackend:
         device = rewritten[0].query.device  # type: ignore[union-attr]
         control = new_control(len(rewritten), device)
         rewrite(work, rewritten, self.config, control)
-        with torch.compiler.config.patch(cache_key_tag=_cache_key_tag()):
+        with torch.compiler.config.patch(cache_key_tag=_cache_key_tag()):  # type: ignore[attr-defined]
             compiled = inner(work, [*example_inputs, control])
         self._remember(record)
         return CompiledGraph(compiled, record, self._settings, self._models, device)

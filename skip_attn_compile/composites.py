@@ -47,7 +47,7 @@ def _open(gm: GraphModule, node: Node) -> None:
                 copied[inner].meta["stack_trace"] = node.meta.get("stack_trace")
             elif inner.op == "get_attr":
                 raise RuntimeError(f"multi_head_attention_forward captured a constant, {inner.target}; please report this graph")
-        (result,) = body.graph.output_node().args
+        result: Any = body.graph.output_node().args[0]
     for user in list(node.users):  # getitem 0 is the output, getitem 1 the absent weights: None, which Dynamo never passes on
         if user.args[1] == 0:
             user.replace_all_uses_with(copied[result[0]])

@@ -50,7 +50,8 @@ class Rule(_Checked):
             raise ValueError(f"dense must be True or False, got {self.dense!r}")
         object.__setattr__(self, "threshold", check_threshold(self.threshold))
         if (self.threshold is not None) == self.dense:
-            raise ValueError(f"Rule({self.pattern!r}) must set either threshold or dense=True, got threshold={self.threshold}, dense={self.dense}")
+            given = f"threshold={self.threshold}, dense={self.dense}"
+            raise ValueError(f"Rule({self.pattern!r}) must set either threshold or dense=True, got {given}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -188,7 +188,7 @@ def frames_of_graph(module_ids: Sequence[tuple[int, ...]], example_inputs: Seque
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The user's module inside torch.compile's and data-parallel wrappers."""
-    while isinstance(module, torch._dynamo.OptimizedModule) or isinstance(module, _MODULE_WRAPPERS):
+    while isinstance(module, (torch._dynamo.OptimizedModule, *_MODULE_WRAPPERS)):
         module = module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module.module
     return module
 

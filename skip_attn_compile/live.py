@@ -68,8 +68,11 @@ def new_control(rows: int, device: torch.device) -> torch.Tensor:
 class CompiledGraph:
     """What Dynamo calls: adds the control input, takes the counts off the outputs."""
 
-    def __init__(self, compiled: Callable[..., Any], record: GraphRecord, settings: Settings, models: KnownModels, device: torch.device) -> None:
-        self._compiled, self._record, self._settings, self._models, self._device = compiled, record, settings, models, device
+    def __init__(
+        self, compiled: Callable[..., Any], record: GraphRecord, settings: Settings, models: KnownModels, device: torch.device
+    ) -> None:
+        self._compiled, self._record, self._device = compiled, record, device
+        self._settings, self._models = settings, models
 
     def __call__(self, *args: Any) -> Any:
         callers = tuple(frame.resolve(args, self._models) for frame in self._record.frames)

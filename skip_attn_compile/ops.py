@@ -9,6 +9,8 @@ float32 [] or [B]; out [B,Hq,Sq,Dv] in query's dtype and dimension order, lse fl
 """
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,46 +68,62 @@ def _known(condition: "bool | torch.SymBool") -> bool:
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, threshold: Tensor, attn_mask: Tensor | None, query_mask: Tensor | None) -> None:
     """Raise ValueError with contract, value and remedy where the tensors do not fit together."""
-    check = torch._check_value  # ValueError when false; a runtime assertion where a size is symbolic and unbacked
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check(tensor.dim() == 4, lambda: f"{name} must be [batch, heads, tokens, head_dim], got {list(tensor.shape)}; add or flatten dimensions")
-        check(tensor.is_floating_point(), lambda: f"{name} must be of a floating-point dtype, got {tensor.dtype}")
-        check(
-            tensor.dtype == query.dtype and tensor.device == query.device,
-            lambda: f"{name} must match query's dtype and device ({query.dtype}, {query.device}), got {tensor.dtype}, {tensor.device}; use {name}.to(query)",
-        )
+        _check_operand(name, tensor, query)
     batch, heads, rows, head_dim = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
-    check(key.shape[0] == batch, lambda: f"key must have query's batch size {batch}, got {list(key.shape)}; expand it")
-    check(key.shape[3] == head_dim, lambda: f"key must have query's head_dim {head_dim}, got {list(key.shape)}")
+    _check(key.shape[0] == batch, lambda: f"key must have query's batch size {batch}, got {list(key.shape)}; expand it")
+    _check(key.shape[3] == head_dim, lambda: f"key must have query's head_dim {head_dim}, got {list(key.shape)}")
     for dim, what in ((0, "batch size"), (1, "number of heads"), (2, "number of keys")):
-        check(value.shape[dim] == key.shape[dim], lambda: f"value must have key's {what} {key.shape[dim]}, got {list(value.shape)}")
-    check(kv_heads > 0 and heads % kv_heads == 0, lambda: f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")
-    check(
-        threshold.dtype == torch.float32 and threshold.device == query.device,
-        lambda: f"threshold must be float32 on {query.device}, got {threshold.dtype} on {threshold.device}; use threshold.to(query.device, torch.float32)",
+        want = key.shape[dim]
+        _check(value.shape[dim] == want, lambda what=what, want=want: f"value must have key's {what} {want}, got {list(value.shape)}")
+    _check(
+        kv_heads > 0 and heads % kv_heads == 0,
+        lambda: f"query heads must be a multiple of key heads, got {heads} and {kv_heads}; repeat or drop key heads",
     )
-    check(
+    _check(
+        threshold.dtype == torch.float32 and threshold.device == query.device,
+        lambda: f"threshold must be float32 on {query.device}, got {threshold.dtype} on {threshold.device}; use .to(query.device).float()",
+    )
+    _check(
         threshold.dim() == 0 or (threshold.dim() == 1 and threshold.shape[0] == batch),
-        lambda: f"threshold must be [] or [batch] = [{batch}], got {list(threshold.shape)}",
+        lambda: f"threshold must be [] or [batch] = [{batch}], got {list(threshold.shape)}; reduce or expand it",
     )
     if attn_mask is not None:
-        check(
+        _check(
             attn_mask.dtype == torch.bool or attn_mask.is_floating_point(),
-            lambda: f"attn_mask must be boolean (True takes part) or floating point (added), got {attn_mask.dtype}",
+            lambda: f"attn_mask must be boolean (True takes part) or floating point (added), got {attn_mask.dtype}; use attn_mask.bool()",
         )
-        check(attn_mask.device == query.device, lambda: f"attn_mask must be on {query.device}, got {attn_mask.device}")
-        full = (batch, heads, rows, keys)
-        check(attn_mask.dim() <= 4, lambda: f"attn_mask must have at most 4 dimensions, got {list(attn_mask.shape)}")
-        for have, want in zip(reversed(attn_mask.shape), reversed(full), strict=False):
-            check(_known(have == 1) or have == want, lambda: f"attn_mask must broadcast to {list(full)}, got {list(attn_mask.shape)}")
+        _check_broadcast("attn_mask", attn_mask, (batch, heads, rows, keys), query.device)
     if query_mask is not None:
-        check(
-            query_mask.dtype == torch.bool and query_mask.dim() == 4 and query_mask.device == query.device,
-            lambda: f"query_mask must be boolean [batch, 1, rows, 1] on {query.device}, got {query_mask.dtype} {list(query_mask.shape)}",
+        _check(
+            query_mask.dtype == torch.bool and query_mask.dim() == 4,
+            lambda: f"query_mask must be boolean [batch, 1, rows, 1], got {query_mask.dtype} {list(query_mask.shape)}; use .bool().view()",
         )
-        for have, want in zip(query_mask.shape, (batch, 1, rows, 1), strict=True):
-            check(_known(have == 1) or have == want, lambda: f"query_mask must be [{batch}, 1, {rows}, 1], got {list(query_mask.shape)}")
+        _check_broadcast("query_mask", query_mask, (batch, 1, rows, 1), query.device)
+
+
+def _check_operand(name: str, tensor: Tensor, query: Tensor) -> None:
+    shape = list(tensor.shape)
+    _check(tensor.dim() == 4, lambda: f"{name} must be [batch, heads, tokens, head_dim], got {shape}; add or flatten dimensions")
+    _check(tensor.is_floating_point(), lambda: f"{name} must have a floating-point dtype, got {tensor.dtype}; use {name}.float()")
+    _check(
+        tensor.dtype == query.dtype and tensor.device == query.device,
+        lambda: f"{name} must be {query.dtype} on {query.device} as query is, got {tensor.dtype} on {tensor.device}; use {name}.to(query)",
+    )
+
+
+def _check_broadcast(name: str, mask: Tensor, full: tuple[int, ...], device: torch.device) -> None:
+    def problem() -> str:
+        return f"{name} must be on {device} and broadcast to {list(full)}, got {list(mask.shape)} on {mask.device}; move or expand it"
+
+    _check(mask.device == device and mask.dim() <= len(full), problem)
+    for have, want in zip(reversed(mask.shape), reversed(full), strict=False):
+        _check(_known(have == 1) or have == want, problem)
+
+
+# ValueError where the condition is false; a runtime assertion where it is about sizes that have no value yet.
+_check: Callable[[bool, Callable[..., str]], None] = torch._check_value
 
 
 @torch.library.impl(_library, "attention", "CPU")
@@ -157,7 +175,9 @@ def _attention_fake(
 
 
 @torch.library.impl(_library, "attention", "Autograd")
-def _attention_autograd(query: Tensor, key: Tensor, value: Tensor, threshold: Tensor, attn_mask: Tensor | None, *rest: object):  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _attention_autograd(
+    query: Tensor, key: Tensor, value: Tensor, threshold: Tensor, attn_mask: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     if torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (attn_mask is not None and attn_mask.requires_grad)
     ):

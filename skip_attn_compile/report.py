@@ -96,16 +96,21 @@ class Report:
         raise KeyError(f"no attention site {name!r}; nearest: {', '.join(nearest(name, (s.name for s in self.sites))) or 'none'}")
 
     def to_dict(self) -> dict[str, Any]:
-        sites = [{**asdict(site), "sparsity": site.sparsity} for site in self.sites]
-        totals = {"visited": self.visited, "skipped": self.skipped, "sparsity": self.sparsity}
-        return {"sites": sites, "unmatched": [asdict(u) for u in self.unmatched], "notes": list(self.notes), "graphs": self.graphs, **totals}
+        return {
+            "sites": [{**asdict(site), "sparsity": site.sparsity} for site in self.sites],
+            "unmatched": [asdict(unmatched) for unmatched in self.unmatched],
+            "notes": list(self.notes),
+            "graphs": self.graphs,
+            "visited": self.visited,
+            "skipped": self.skipped,
+            "sparsity": self.sparsity,
+        }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
-        rows = [("site", "decision", "keys", "lambda", "tiles", "skipped", "reasons")]
-        rows += [_row(site) for site in self.sites]
+        rows = [("site", "decision", "keys", "lambda", "tiles", "skipped", "reasons"), *map(_row, self.sites)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         total = f"{_count(self.sites)} in {self.graphs} graph{'s' * (self.graphs != 1)}; {self.skipped:,} of {self.visited:,} tiles skipped"
@@ -193,7 +198,8 @@ def _shown(name: str, call_index: int) -> str:
 
 
 def _unmatched(config: SkipConfig, layers: list[LayerName]) -> list[UnmatchedPattern]:
-    patterns = [("include", p) for p in config.include] + [("ignore", p) for p in config.ignore] + [("rules", r.pattern) for r in config.rules]
+    fields = {"include": config.include, "ignore": config.ignore, "rules": [rule.pattern for rule in config.rules]}
+    patterns = [(where, pattern) for where, given in fields.items() for pattern in given]
     names = [layer.full for layer in layers]
     return [UnmatchedPattern(where, p, nearest(p, names)) for where, p in patterns if not any(matches(p, layer) for layer in layers)]
 

@@ -32,7 +32,7 @@ def copy_graph_module(gm: GraphModule) -> GraphModule:
     graph.output(result)
     for original, copied in nodes.items():
         if original.op == "placeholder":
-            copied._dynamo_source = getattr(original, "_dynamo_source", None)  # type: ignore[attr-defined]  # an attribute, which the copy loses
+            copied._dynamo_source = getattr(original, "_dynamo_source", None)  # an attribute, which copying loses
     copy = GraphModule(gm, graph)
     copy.meta.update(gm.meta)
     for name in _EXTRA_ATTRIBUTES:
@@ -59,7 +59,7 @@ def _add_control_input(graph: Graph, control: torch.Tensor) -> Node:
     with graph.inserting_after(last[0]) if last else graph.inserting_before(next(iter(graph.nodes))):
         node = graph.placeholder("skip_attn_control")
     # AOTAutograd asserts that the attribute is there; None says that Dynamo did not make this input.
-    node._dynamo_source = None  # type: ignore[attr-defined]
+    node._dynamo_source = None
     fake_mode = torch._guards.TracingContext.get().fake_mode
     assert fake_mode is not None
     node.meta["example_value"] = fake_mode.from_tensor(control, static_shapes=True)

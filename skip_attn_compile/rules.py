@@ -90,19 +90,18 @@ def matches(pattern: str, layer: LayerName) -> bool:
 def reasons_to_keep(site: AttentionSite, config: SkipConfig) -> tuple[tuple[str, ...], kernels.Implementation | None]:
     """Every reason why the call itself, whatever its layer, must stay SDPA; none, and what will run it, where it may be rewritten."""
     query, key, value = site.query, site.key, site.value
-    if query is None or key is None or value is None or site.dtype is None or (site.arguments["attn_mask"] is not None and site.mask is None):
+    unknown_mask = site.arguments["attn_mask"] is not None and site.mask is None
+    if query is None or key is None or value is None or site.dtype is None or unknown_mask:
         return (REASONS["unknown shapes"],), None
     shapes = ", ".join(str(list(t.shape)) for t in (query, key, value))
     if not query.dim() == key.dim() == value.dim() == 4:
         return (REASONS["rank"].format(shapes=shapes),), None
-    reasons = []
+    computed = [name for name in ("dropout_p", "is_causal", "enable_gqa") if isinstance(site.arguments[name], torch.fx.Node)]
+    reasons = [REASONS["not constant"].format(argument=name) for name in computed]
     if site.nested:
         reasons.append(REASONS["nested"])
     if any(t.requires_grad for t in (query, key, value, site.mask) if t is not None):
         reasons.append(REASONS["gradient"])
-    for argument in ("dropout_p", "is_causal", "enable_gqa"):
-        if isinstance(site.arguments[argument], torch.fx.Node):
-            reasons.append(REASONS["not constant"].format(argument=argument))
     dropout_p = site.arguments["dropout_p"]
     if isinstance(dropout_p, float | int) and dropout_p != 0:
         reasons.append(REASONS["dropout"].format(dropout_p=dropout_p))

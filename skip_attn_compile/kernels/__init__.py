@@ -75,7 +75,8 @@ class Implementation:
         if problem.dtype not in self.dtypes:
             reasons.append(f"{self.name} takes {_names(self.dtypes)}, not {_names((problem.dtype,))}")
         if self.head_dims is not None and (problem.head_dim not in self.head_dims or problem.value_dim != problem.head_dim):
-            reasons.append(f"{self.name} takes head_dim {_names(self.head_dims)}, alike for value, not {problem.head_dim} and {problem.value_dim}")
+            dims = f"{problem.head_dim} and {problem.value_dim}"
+            reasons.append(f"{self.name} takes head_dim {_names(self.head_dims)}, alike for value, not {dims}")
         if problem.mask not in self.masks:
             reasons.append(f"{self.name} takes masks of kind {_names(self.masks)}, not {problem.mask}")
         if problem.tile_order not in self.tile_orders:
@@ -139,7 +140,8 @@ def is_aligned(tensor: Tensor) -> bool:
     step = 16 // tensor.element_size()
     if not _known(tensor.stride(-1) == 1) or not _known(tensor.storage_offset() % step == 0):
         return False
-    return all(_known(size == 1) or _known(stride % step == 0) for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True))
+    outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return all(_known(size == 1) or _known(stride % step == 0) for size, stride in outer)
 
 
 def _known(condition: bool | torch.SymBool) -> bool:
