@@ -1,0 +1,384 @@
+// One consumer warpgroup: 64 query rows through all key tiles. The algorithm is BLASST (arXiv 2512.12087) on top of online softmax.
+#pragma once
+
+#include <type_traits>
+
+#include "plan.cuh"
+#include "ptx.cuh"
+
+constexpr float kInfinity = __builtin_huge_valf();
+constexpr float kLn2 = 0.693147180559945f;
+constexpr float kLog2e = 1.442695040888963f;
+
+// Place in a ring of kStages buffers: which buffer, and the parity of its use.
+template <int kStages>
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The key tiles that pass through a CTA, in order: position 0, 1, ..., length - 1. Each group is active for `tiles` positions in a
+// row, from its own offset on; the offsets differ only where "own_first" gives the two groups different first tiles.
+struct Stream {
+  int start, tiles, offset1, length;  // offset1: that of group 1; group 0 starts at position 0
+
+  __device__ __forceinline__ Stream(const Params& params, int row0) {
+    tiles = params.tiles;
+    if (params.is_causal) tiles = min(tiles, (min(row0 + kBlockRows, params.q_len) + kTileKeys - 1) / kTileKeys);
+    int first[kGroups];
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int64_t twice_middle = 2 * (int64_t{row0} + g * kGroupRows) + kGroupRows;
+      const int64_t own = params.own_first ? twice_middle * params.kv_len / (int64_t{2} * params.q_len * kTileKeys) : 0;
+      const int tile = static_cast<int>(min(own, int64_t{params.tiles - 1}));
+      first[g] = tile < tiles ? tile : 0;  // causal: the tiles from `tiles` on are masked for all rows, so the order wraps at once
+    }
+    start = first[0];
+    offset1 = row0 + kGroupRows < params.q_len ? (first[1] - first[0] + tiles) % max(tiles, 1) : 0;
+    length = tiles + offset1;
+  }
+  __device__ __forceinline__ int tile(int position) const {
+    int t = start + position;
+    if (t >= tiles) t -= tiles;
+    return t >= tiles ? t - tiles : t;
+  }
+};
+
+template <typename Element, int kHeadDim, bool kMasked>
+struct Consumer {
+  using Smem = SharedMemory<Element, kHeadDim>;
+  using Ring = RingPlace<Smem::kStages>;
+  static constexpr int kPanels = Smem::kPanels;
+
+  const Params& params;
+  Smem& smem;
+  const int batch, head, kv_head, group, thread, row0;
+  const bool take_turns;
+  const float log2_threshold;
+
+  // A thread holds two rows, i = 0 and 1, of every accumulator: row0 + 16 * warp + lane / 4 + 8 * i; of these the columns
+  // 8 * j + 2 * (lane % 4) + {0, 1}, at index 4 * j + 2 * i + {0, 1}.
+  float out[kHeadDim / 2];
+  float scores[kTileKeys / 2];
+  uint32_t weights[kTileKeys / 4];  // P in the input's precision, as wgmma takes it from registers
+  float running_max[2], exp_sum[2]; // raw scores (masked kernel: log2 units); this thread's share of the sum
+  bool row_votes[2];
+  float unit;                       // from raw scores to log2 units
+  int visited = 0, skipped = 0;
+
+  __device__ __forceinline__ Consumer(const Params& params, Smem& smem, int batch, int head, int group, int row0, bool take_turns, float log2_threshold)
+      : params(params), smem(smem), batch(batch), head(head), kv_head(head / params.heads_per_kv_head), group(group),
+        thread(threadIdx.x % kWarpgroup), row0(row0), take_turns(take_turns), log2_threshold(log2_threshold) {
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) out[i] = 0.f;
+    unit = kMasked ? 1.f : params.scale_log2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      running_max[i] = -kInfinity;
+      exp_sum[i] = 0.f;
+      row_votes[i] = row(i) < params.q_len;
+      if (kMasked && row_votes[i] && params.query_mask != nullptr) {
+        row_votes[i] = params.query_mask[batch * params.query_mask_stride_batch + row(i) * params.query_mask_stride_row] != 0;
+      }
+    }
+  }
+
+  __device__ __forceinline__ int row(int i) const { return row0 + (thread / 32) * 16 + (thread % 32) / 4 + 8 * i; }
+
+  // ---- scores = Q K^T, [64 x 128], D / 16 steps; issued, not awaited ----
+  __device__ __forceinline__ void qk_gemm(int stage) {
+    const uint64_t q = ptx::descriptor(ptx::smem_address(smem.query[group]), 0);
+    const uint64_t k = ptx::descriptor(ptx::smem_address(smem.key[stage]), 0);
+    ptx::wgmma_fence();
+    ptx::wgmma_scores<Element, 0>(scores, q, k);
+#pragma unroll
+    for (int d = 1; d < kHeadDim / 16; ++d) {
+      const int inside = (d % 4) * (32 >> 4);  // 16 elements further in the 128-byte row, in descriptor units of 16 bytes
+      ptx::wgmma_scores<Element, 1>(scores, q + inside + (d / 4) * (sizeof(smem.query[0][0]) >> 4), k + inside + (d / 4) * (sizeof(smem.key[0][0]) >> 4));
+    }
+    ptx::wgmma_commit();
+  }
+
+  // ---- out += P V, [64 x D], 128 / 16 steps; issued, not awaited ----
+  __device__ __forceinline__ void pv_gemm(int stage) {
+    const uint64_t v = ptx::descriptor(ptx::smem_address(smem.value[stage]), sizeof(smem.value[0][0]));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kTileKeys / 16; ++k) ptx::wgmma_out<Element>(out, &weights[4 * k], v + k * (16 * 128 >> 4));
+    ptx::wgmma_commit();
+  }
+
+  // ---- masked kernel: this tile's key mask, one key a thread, to shared memory ----
+  __device__ __forceinline__ void stage_key_bias(int tile) {
+    const int key = tile * kTileKeys + thread;
+    float bias = 0.f;
+    if (key >= params.kv_len) {
+      bias = -kInfinity;
+    } else if (params.mask_type != MaskType::kNone) {
+      const int64_t at = batch * params.mask_stride_batch + key * params.mask_stride_key;
+      switch (params.mask_type) {
+        case MaskType::kBool: bias = static_cast<const uint8_t*>(params.mask)[at] != 0 ? 0.f : -kInfinity; break;
+        case MaskType::kFloat32: bias = static_cast<const float*>(params.mask)[at] * kLog2e; break;
+        case MaskType::kBFloat16: bias = __bfloat162float(static_cast<const __nv_bfloat16*>(params.mask)[at]) * kLog2e; break;
+        default: bias = __half2float(static_cast<const __half*>(params.mask)[at]) * kLog2e; break;
+      }
+    }
+    smem.key_bias[group][thread] = bias;
+    ptx::barrier_sync(kVote + group, kWarpgroup);
+  }
+
+  // ---- -inf where a score does not take part; masked kernel: scale, and add the key mask ----
+  __device__ __forceinline__ void mask_scores(int tile) {
+    const int column0 = 2 * (thread % 4);
+    if constexpr (kMasked) {
+#pragma unroll
+      for (int j = 0; j < kTileKeys / 8; ++j) {
+        const float2 bias = *reinterpret_cast<const float2*>(&smem.key_bias[group][8 * j + column0]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float b = i % 2 == 0 ? bias.x : bias.y;
+          scores[4 * j + i] = b == -kInfinity ? -kInfinity : fmaf(scores[4 * j + i], params.scale_log2, b);
+        }
+      }
+    }
+    const int key0 = tile * kTileKeys;
+    const bool cut = key0 + kTileKeys > params.kv_len || (params.is_causal && key0 + kTileKeys > row0 + 1);
+    if (cut) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int limit = (params.is_causal ? min(params.kv_len, row(i) + 1) : params.kv_len) - key0 - column0;
+#pragma unroll
+        for (int j = 0; j < kTileKeys / 8; ++j) {
+          if (8 * j >= limit) scores[4 * j + 2 * i] = -kInfinity;
+          if (8 * j + 1 >= limit) scores[4 * j + 2 * i + 1] = -kInfinity;
+        }
+      }
+    }
+  }
+
+  // ---- the largest score of each of the thread's rows in this tile; the four lanes of a row agree ----
+  __device__ __forceinline__ void row_max(float (&tile_max)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float even = scores[2 * i], odd = scores[2 * i + 1];
+#pragma unroll
+      for (int j = 1; j < kTileKeys / 8; ++j) {
+        even = ptx::max_nan(even, scores[4 * j + 2 * i]);
+        odd = ptx::max_nan(odd, scores[4 * j + 2 * i + 1]);
+      }
+      float m = ptx::max_nan(even, odd);
+      m = ptx::max_nan(m, __shfl_xor_sync(~0u, m, 1));
+      tile_max[i] = ptx::max_nan(m, __shfl_xor_sync(~0u, m, 2));
+    }
+  }
+
+  // The skip decision of one (64-row group, 128-key tile) pair, uniform over the warpgroup:
+  //     skip  <=>  for all rows i:  (tile_max[i] - max(m[i], tile_max[i])) * unit < log2(lambda)   or   tile_max[i] = -inf
+  // Strict, and log2(lambda) <= 0: a tile that raises or equals a row's maximum stays. A NaN makes the comparison false, so its row
+  // objects. Rows past the end and masked query rows have no vote. No exp is needed.
+  __device__ __forceinline__ bool skip_vote(const float (&tile_max)[2], const float (&new_max)[2]) const {
+    bool agree = true;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      agree = agree && (!row_votes[i] || tile_max[i] == -kInfinity || (tile_max[i] - new_max[i]) * unit < log2_threshold);
+    }
+    return ptx::barrier_all(kVote + group, kWarpgroup, agree);
+  }
+
+  // ---- scores become exp(scores - m_new); returns what the past is to be multiplied with, exp(m - m_new) ----
+  __device__ __forceinline__ void softmax_step(const float (&new_max)[2], float (&rescale)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float base = kMasked && new_max[i] == -kInfinity ? 0.f : new_max[i] * unit;
+      rescale[i] = ptx::exp2_approx(running_max[i] * unit - base);
+      running_max[i] = new_max[i];
+      float sum[2] = {0.f, 0.f};
+#pragma unroll
+      for (int j = 0; j < kTileKeys / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& s = scores[4 * j + 2 * i + c];
+          s = ptx::exp2_approx(fmaf(s, unit, -base));
+          sum[c] += s;
+        }
+      }
+      exp_sum[i] = fmaf(exp_sum[i], rescale[i], sum[0] + sum[1]);
+    }
+  }
+
+  __device__ __forceinline__ void rescale_out(const float (&rescale)[2]) {
+    // The maxima settle after a few tiles; then all factors of a warp are 1 and the products are left out (the same bits).
+    if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) {
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 2; ++j) out[j] *= rescale[(j / 2) % 2];
+    }
+  }
+
+  __device__ __forceinline__ void pack_weights() {
+#pragma unroll
+    for (int j = 0; j < kTileKeys / 4; ++j) weights[j] = ptx::pack<Element>(scores[2 * j], scores[2 * j + 1]);
+  }
+
+  __device__ __forceinline__ void release(uint64_t& empty) const {
+    if (thread % 32 == 0) ptx::mbarrier_arrive(ptx::smem_address(&empty));
+  }
+
+  // One warpgroup issues its products while the other does its softmax.
+  __device__ __forceinline__ void wait_for_turn() const {
+    if (take_turns) ptx::barrier_sync(kTurn + group, kGroups * kWarpgroup);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if (take_turns) ptx::barrier_arrive(kTurn + (group ^ 1), kGroups * kWarpgroup);
+  }
+
+  // After the vote, one thread: V of this tile is loaded by the first group that keeps it, and never if both skip. `value_full` counts
+  // one arrival of each group, `value_empty` four (warps) of each; a group that runs ahead waits here until the stage's past use is over.
+  __device__ __forceinline__ void request_value(bool keep, int tile, int position, Ring at) const {
+    if (thread != 0) return;
+    const uint32_t full = ptx::smem_address(&smem.value_full[at.stage]), empty = ptx::smem_address(&smem.value_empty[at.stage]);
+    ptx::mbarrier_wait(empty, at.parity ^ 1);
+    if (!keep) {
+      ptx::mbarrier_arrive(full);
+      ptx::mbarrier_arrive(empty, 4);
+    } else if (atomicExch(&smem.value_claim[at.stage], position + 1) == position + 1) {
+      ptx::mbarrier_arrive(full);
+    } else {
+      load_tile(smem.value[at.stage], &params.value_map, smem.value_full[at.stage], tile, kv_head, batch);
+    }
+  }
+
+  // ---- one key tile; returns whether it was kept, that is whether P V of it is due in the next step ----
+  // kPending: P V of the step before is due, and runs beside this step's Q K^T and its softmax.
+  template <bool kPending, bool kVotes>
+  __device__ __forceinline__ bool step(int tile, int position, Ring at, Ring before) {
+    if constexpr (kMasked) stage_key_bias(tile);
+    ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.stage]), at.parity);
+    wait_for_turn();
+    qk_gemm(at.stage);
+    if constexpr (kPending) {
+      ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[before.stage]), before.parity);
+      pv_gemm(before.stage);
+    }
+    pass_turn();
+    ptx::wgmma_wait<kPending ? 1 : 0>();
+    ptx::pin(scores);
+    release(smem.key_empty[at.stage]);
+
+    mask_scores(tile);
+    float tile_max[2], new_max[2], rescale[2];
+    row_max(tile_max);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) new_max[i] = ptx::max_nan(running_max[i], tile_max[i]);
+    bool keep = true;
+    ++visited;
+    if constexpr (kVotes) {
+      keep = !skip_vote(tile_max, new_max);
+      request_value(keep, tile, position, at);
+      if (!keep) {
+        bool masked = false;
+        if constexpr (kMasked) {
+          const bool any = (row_votes[0] && tile_max[0] != -kInfinity) || (row_votes[1] && tile_max[1] != -kInfinity);
+          masked = !ptx::barrier_any(kVote + group, kWarpgroup, any);
+        }
+        masked ? --visited : ++skipped;
+      }
+    }
+    if (keep) softmax_step(new_max, rescale);
+    if constexpr (kPending) {
+      ptx::wgmma_wait<0>();
+      ptx::pin(out);
+      release(smem.value_empty[before.stage]);
+    }
+    if (keep) {
+      rescale_out(rescale);
+      pack_weights();
+    }
+    return keep;
+  }
+
+  // ---- a tile of the other group alone: hand its buffers on ----
+  template <bool kVotes>
+  __device__ __forceinline__ void pass_tile(int tile, int position, Ring at) {
+    ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.stage]), at.parity);
+    release(smem.key_empty[at.stage]);
+    if constexpr (kVotes) {
+      request_value(false, tile, position, at);
+    } else {
+      ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.stage]), at.parity);
+      release(smem.value_empty[at.stage]);
+    }
+  }
+
+  template <bool kVotes>
+  __device__ __forceinline__ void run(const Stream& stream) {
+    const bool has_rows = row0 < params.q_len;
+    const int begin = group == 0 ? 0 : stream.offset1, end = has_rows ? begin + stream.tiles : begin;
+    if (has_rows) ptx::mbarrier_wait(ptx::smem_address(&smem.query_full[group]), 0);
+    if (take_turns && group == 1) ptx::barrier_arrive(kTurn + 0, kGroups * kWarpgroup);
+
+    Ring at, before;
+    int position = 0;
+    for (; position < begin; ++position, at.advance()) pass_tile<kVotes>(0, position, at);
+    bool pending = false;
+    for (; position < end; ++position, before = at, at.advance()) {
+      const int tile = stream.tile(position);
+      if (pending) {
+        pending = step<true, kVotes>(tile, position, at, before);
+      } else {
+        pending = step<false, kVotes>(tile, position, at, before);
+      }
+    }
+    if (pending) {
+      ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[before.stage]), before.parity);
+      pv_gemm(before.stage);
+      ptx::wgmma_wait<0>();
+      ptx::pin(out);
+      release(smem.value_empty[before.stage]);
+    }
+    for (; position < stream.length; ++position, at.advance()) pass_tile<kVotes>(0, position, at);
+    if (take_turns && group == 0) ptx::barrier_sync(kTurn + 0, kGroups * kWarpgroup);  // takes the turn that nobody waits for
+    if (has_rows) store_output();
+  }
+
+  // ---- out / sum, through the group's own part of shared memory so that global stores are 16 bytes a thread and whole rows ----
+  __device__ __forceinline__ void store_output() {
+    constexpr int kChunks = kHeadDim / 8;  // of 16 bytes a row; swizzled by the row, or eight rows would meet in the same banks
+    char* staged = reinterpret_cast<char*>(smem.query[group]);
+    float* lse = params.lse + (int64_t{batch} * params.heads + head) * params.q_len;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float sum = exp_sum[i];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const bool zero = running_max[i] == -kInfinity || !row_votes[i];
+      const float inverse = 1.f / sum;
+      const int local = row(i) - row0;
+#pragma unroll
+      for (int j = 0; j < kChunks; ++j) {
+        const float low = zero ? 0.f : out[4 * j + 2 * i] * inverse, high = zero ? 0.f : out[4 * j + 2 * i + 1] * inverse;
+        *reinterpret_cast<uint32_t*>(staged + (local * kChunks + (j ^ (local & 7))) * 16 + (thread % 4) * 4) = ptx::pack<Element>(low, high);
+      }
+      if (thread % 4 == 0 && row(i) < params.q_len) lse[row(i)] = zero ? -kInfinity : running_max[i] * unit * kLn2 + logf(sum);
+    }
+    ptx::barrier_sync(kVote + group, kWarpgroup);
+    Element* target = static_cast<Element*>(params.out) + batch * params.out_stride_batch + head * params.out_stride_head;
+    for (int chunk = thread; chunk < kGroupRows * kChunks; chunk += kWarpgroup) {
+      const int local = chunk / kChunks, j = chunk % kChunks;
+      if (row0 + local < params.q_len) {
+        *reinterpret_cast<uint4*>(target + (row0 + local) * params.out_stride_row + j * 8) =
+            *reinterpret_cast<const uint4*>(staged + (local * kChunks + (j ^ (local & 7))) * 16);
+      }
+    }
+    if (thread == 0) {
+      int32_t* counts = params.counts + 2 * (int64_t{batch} * params.heads + head);
+      atomicAdd(counts, visited);
+      if (skipped > 0) atomicAdd(counts + 1, skipped);
+    }
+  }
+};

@@ -1,0 +1,101 @@
+// The kernel: one CTA takes 128 query rows of one head. A producer thread streams key tiles in, two warpgroups consume them.
+#pragma once
+
+#include "plan.cuh"
+#include "ptx.cuh"
+
+// A 128-key tile of K or V, D / 64 panels; zeros past the end of the keys.
+template <typename Element, int kPanels>
+__device__ __forceinline__ void load_tile(Element (&target)[kPanels][kTileKeys][kPanel], const CUtensorMap* map, uint64_t& full, int tile, int kv_head, int batch) {
+  const uint32_t barrier = ptx::smem_address(&full);
+  ptx::mbarrier_arrive_expect_bytes(barrier, sizeof(target));
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    ptx::tma_load(ptx::smem_address(target[panel]), map, barrier, panel * kPanel, tile * kTileKeys, kv_head, batch);
+  }
+}
+
+#include "consumer.cuh"
+
+// One thread: Q of both groups once, then K of every tile; V too if nothing is voted on (else a consumer asks for it after its vote).
+template <typename Element, int kHeadDim>
+__device__ __forceinline__ void produce(const Params& params, SharedMemory<Element, kHeadDim>& smem, const Stream& stream, int batch, int head, int row0, bool dense) {
+  using Smem = SharedMemory<Element, kHeadDim>;
+  const int kv_head = head / params.heads_per_kv_head;
+  for (int group = 0; group < kGroups && row0 + group * kGroupRows < params.q_len; ++group) {
+    const uint32_t full = ptx::smem_address(&smem.query_full[group]);
+    ptx::mbarrier_arrive_expect_bytes(full, sizeof(smem.query[group]));
+    for (int panel = 0; panel < Smem::kPanels; ++panel) {
+      ptx::tma_load(ptx::smem_address(smem.query[group][panel]), &params.query_map, full, panel * kPanel, row0 + group * kGroupRows, head, batch);
+    }
+  }
+  RingPlace<Smem::kStages> key_at, value_at;
+  for (int position = 0; position <= stream.length; ++position) {
+    if (position < stream.length) {
+      ptx::mbarrier_wait(ptx::smem_address(&smem.key_empty[key_at.stage]), key_at.parity ^ 1);
+      load_tile(smem.key[key_at.stage], &params.key_map, smem.key_full[key_at.stage], stream.tile(position), kv_head, batch);
+      key_at.advance();
+    }
+    if (dense && position > 0) {  // V of a tile is needed one step after its K
+      ptx::mbarrier_wait(ptx::smem_address(&smem.value_empty[value_at.stage]), value_at.parity ^ 1);
+      load_tile(smem.value[value_at.stage], &params.value_map, smem.value_full[value_at.stage], stream.tile(position - 1), kv_head, batch);
+      value_at.advance();
+    }
+  }
+}
+
+// NaN and negative act as 0, more than 1 as 1.
+__device__ __forceinline__ float clamp_threshold(float lambda) { return lambda > 0.f ? fminf(lambda, 1.f) : 0.f; }
+
+#ifndef TURNS_DENSE
+#define TURNS_DENSE true
+#endif
+#ifndef TURNS_VOTE
+#define TURNS_VOTE true
+#endif
+
+template <typename Element, int kHeadDim, bool kMasked>
+__global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ Params params) {
+  using Smem = SharedMemory<Element, kHeadDim>;
+  extern __shared__ __align__(1024) unsigned char dynamic_smem[];
+  Smem& smem = *reinterpret_cast<Smem*>(dynamic_smem);
+
+  const int block = blockIdx.x % params.q_blocks;
+  const int batch_head = blockIdx.x / params.q_blocks;
+  const int batch = batch_head / params.heads, head = batch_head % params.heads;
+  const int row0 = (params.is_causal ? params.q_blocks - 1 - block : block) * kBlockRows;  // causal: the longest first
+  const float lambda = clamp_threshold(params.threshold[batch * params.threshold_stride]);
+  const bool dense = !kMasked && lambda == 0.f;
+  const Stream stream(params, row0);
+
+  if (threadIdx.x == 0) {
+    for (int g = 0; g < kGroups; ++g) ptx::mbarrier_init(ptx::smem_address(&smem.query_full[g]), 1);
+    for (int s = 0; s < Smem::kStages; ++s) {
+      ptx::mbarrier_init(ptx::smem_address(&smem.key_full[s]), 1);
+      ptx::mbarrier_init(ptx::smem_address(&smem.key_empty[s]), kConsumerWarps);
+      ptx::mbarrier_init(ptx::smem_address(&smem.value_full[s]), dense ? 1 : kGroups);
+      ptx::mbarrier_init(ptx::smem_address(&smem.value_empty[s]), kConsumerWarps);
+      smem.value_claim[s] = 0;
+    }
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+
+  const int warpgroup = threadIdx.x / kWarpgroup;
+  if (warpgroup == 0) {
+    ptx::registers_lower<kProducerRegisters>();
+    if (threadIdx.x == 0) produce<Element, kHeadDim>(params, smem, stream, batch, head, row0, dense);
+  } else {
+    ptx::registers_raise<kConsumerRegisters>();
+    const int group = warpgroup - 1;
+    const bool together = stream.offset1 == 0 && row0 + kGroupRows < params.q_len && stream.tiles > 0;
+    Consumer<Element, kHeadDim, kMasked> consumer(params, smem, batch, head, group, row0 + group * kGroupRows, together && (dense ? TURNS_DENSE : TURNS_VOTE), log2f(lambda));
+    if constexpr (kMasked) {
+      consumer.template run<true>(stream);
+    } else if (dense) {
+      consumer.template run<false>(stream);
+    } else {
+      consumer.template run<true>(stream);
+    }
+  }
+}

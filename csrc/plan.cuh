@@ -1,0 +1,67 @@
+// What the kernel is made of: tile sizes, roles, barriers, the shared-memory plan and the parameters of a launch.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+constexpr int kGroupRows = 64;       // query rows that vote together: one consumer warpgroup
+constexpr int kGroups = 2;           // consumer warpgroups of a CTA
+constexpr int kBlockRows = kGroupRows * kGroups;
+constexpr int kTileKeys = 128;       // keys of a tile, the contract's tile_k
+constexpr int kPanel = 64;           // two-byte elements in a 128-byte swizzled row
+constexpr int kWarpgroup = 128;      // threads
+constexpr int kThreads = kWarpgroup * (1 + kGroups);  // one producer warpgroup, then the consumers
+constexpr int kConsumerWarps = 4 * kGroups;
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512 of the SM's 65536
+
+// Named barriers (0 is __syncthreads). Each consumer warpgroup has its own of each kind: id + group.
+enum NamedBarrier : int { kVote = 1, kTurn = 3 };
+
+template <int kHeadDim>
+struct Plan {
+  static constexpr int kPanels = kHeadDim / kPanel;
+  static constexpr int kStages = kHeadDim == 128 ? 3 : 4;  // of K and of V; D = 128: 32 KB of Q + 3 * (32 + 32) KB of the SM's 227 KB
+};
+
+// Shared memory of a CTA. Every two-byte array is in panels of 64 columns, 128-byte swizzled, as TMA writes and wgmma reads it.
+template <typename Element, int kHeadDim>
+struct __align__(1024) SharedMemory {
+  static constexpr int kPanels = Plan<kHeadDim>::kPanels;
+  static constexpr int kStages = Plan<kHeadDim>::kStages;
+
+  Element query[kGroups][kPanels][kGroupRows][kPanel];  // at the end of a group: its output, row-major, on its way to global memory
+  Element key[kStages][kPanels][kTileKeys][kPanel];
+  Element value[kStages][kPanels][kTileKeys][kPanel];
+  uint64_t query_full[kGroups];
+  uint64_t key_full[kStages];
+  uint64_t key_empty[kStages];
+  uint64_t value_full[kStages];
+  uint64_t value_empty[kStages];
+  uint32_t value_claim[kStages];             // 1 + the last stream position whose V was asked for into this stage
+  float key_bias[kGroups][kTileKeys];        // masked kernel: what to add to a key's scores, log2 units; -inf masks
+};
+
+enum class MaskType : int { kNone = 0, kBool, kFloat32, kBFloat16, kFloat16 };
+
+struct Params {
+  CUtensorMap query_map, key_map, value_map;  // rank 4, innermost first: D, S, H, B
+  void* out;                                  // [B, Hq, Sq, D], strides in elements
+  int64_t out_stride_batch, out_stride_head, out_stride_row;
+  float* lse;                                 // [B, Hq, Sq], contiguous, natural log
+  int32_t* counts;                            // [B, Hq, 2], zeroed before the launch: tiles visited, tiles skipped
+  const float* threshold;                     // lambda, [B] or one for all (stride 0)
+  int64_t threshold_stride;
+  const void* mask;                           // key mask [B, Skv], strides in elements
+  MaskType mask_type;
+  int64_t mask_stride_batch, mask_stride_key;
+  const uint8_t* query_mask;                  // [B, Sq] or nullptr, strides in elements
+  int64_t query_mask_stride_batch, query_mask_stride_row;
+  int heads, heads_per_kv_head;
+  int q_len, kv_len;
+  int q_blocks;                               // ceil(Sq / kBlockRows)
+  int tiles;                                  // ceil(Skv / kTileKeys)
+  bool is_causal, own_first;
+  float scale_log2;                           // scale * log2(e)
+};

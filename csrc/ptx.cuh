@@ -1,0 +1,184 @@
+// One-line wrappers around the sm_90a instructions that the kernel uses. No logic here; names say what the instruction does.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace ptx {
+
+__device__ __forceinline__ uint32_t smem_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+
+// ---- mbarriers: addresses in shared memory, 8 bytes each; `parity` is that of the phase waited for ----
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+__device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t arrivals = 1) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_bytes(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  while (!mbarrier_try_wait(barrier, parity)) {
+  }
+}
+
+// ---- named barriers ----
+
+__device__ __forceinline__ void barrier_sync(int id, int threads) { asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void barrier_arrive(int id, int threads) { asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// True iff `mine` holds for all `threads` threads; one instruction for reduction and barrier.
+__device__ __forceinline__ bool barrier_all(int id, int threads, bool mine) {
+  uint32_t all;
+  asm volatile(
+      "{ .reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.cta.red.and.pred q, %1, %2, p; selp.u32 %0, 1, 0, q; }"
+      : "=r"(all)
+      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(mine))
+      : "memory");
+  return all != 0;
+}
+__device__ __forceinline__ bool barrier_any(int id, int threads, bool mine) { return !barrier_all(id, threads, !mine); }
+
+// ---- copies ----
+
+// Load a box of a rank-4 tensor map into shared memory; elements outside the tensor arrive as zeros. Coordinates innermost first.
+__device__ __forceinline__ void tma_load(uint32_t target_smem, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(target_smem),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// ---- registers of a warpgroup ----
+
+template <int kRegisters>
+__device__ __forceinline__ void registers_raise() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void registers_lower() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// ---- arithmetic ----
+
+__device__ __forceinline__ float exp2_approx(float x) {  // 2 ulp, 0 for -inf
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float max_nan(float a, float b) {  // NaN if either is: a NaN score must not get lost in the running maximum
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+template <typename Element>
+__device__ __forceinline__ uint32_t pack(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+template <>
+__device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
+// ---- wgmma ----
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kInFlight>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
+}
+// Ties a register array to this point of the program: reads and writes of it do not move across.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// Shared-memory matrix descriptor for 128-byte swizzled panels of 64 two-byte elements a row: start address, the stride between
+// panels (`lead`, used where the panel dimension is the contiguous one) and between groups of 8 rows (1024 bytes).
+__device__ __forceinline__ uint64_t descriptor(uint32_t address_smem, uint32_t lead_bytes) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kStride8Rows = uint64_t{1024 >> 4} << 32;
+  return kSwizzle128 | kStride8Rows | (uint64_t{(lead_bytes >> 4) & 0x3FFF} << 16) | ((address_smem >> 4) & 0x3FFF);
+}
+
+#define PTX_F4(a, i) "+f"(a[i]), "+f"(a[i + 1]), "+f"(a[i + 2]), "+f"(a[i + 3])
+#define PTX_F16(a, i) PTX_F4(a, i), PTX_F4(a, i + 4), PTX_F4(a, i + 8), PTX_F4(a, i + 12)
+#define PTX_F32(a) PTX_F16(a, 0), PTX_F16(a, 16)
+#define PTX_F64(a) PTX_F16(a, 0), PTX_F16(a, 16), PTX_F16(a, 32), PTX_F16(a, 48)
+#define PTX_REGISTERS_32                                                                                                        \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
+  "%26, %27, %28, %29, %30, %31}"
+#define PTX_REGISTERS_64                                                                                                        \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
+  "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "  \
+  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+
+// scores[64 x 128] (+)= A[64 x 16] B[128 x 16]^T, both from shared memory, K-major.
+#define PTX_SCORES(TYPE)                                                                                                        \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE              \
+               " " PTX_REGISTERS_64 ", %64, %65, p, 1, 1, 0, 0; }"                                                             \
+               : PTX_F64(scores)                                                                                                \
+               : "l"(a), "l"(b), "n"(kAccumulate))
+template <typename Element, int kAccumulate>
+__device__ __forceinline__ void wgmma_scores(float (&scores)[64], uint64_t a, uint64_t b) {
+  if constexpr (sizeof(Element) == 2 && std::is_same_v<Element, __half>) {
+    PTX_SCORES("f16");
+  } else {
+    PTX_SCORES("bf16");
+  }
+}
+
+// out[64 x N] += P[64 x 16] V[16 x N], P from registers, V from shared memory with N contiguous.
+#define PTX_OUT_128(TYPE)                                                                                                      \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " PTX_REGISTERS_64                                \
+               ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"                                                                      \
+               : PTX_F64(out)                                                                                                   \
+               : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v))
+#define PTX_OUT_64(TYPE)                                                                                                       \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " PTX_REGISTERS_32                                 \
+               ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                                                      \
+               : PTX_F32(out)                                                                                                   \
+               : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v))
+template <typename Element>
+__device__ __forceinline__ void wgmma_out(float (&out)[64], const uint32_t* p, uint64_t v) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    PTX_OUT_128("f16");
+  } else {
+    PTX_OUT_128("bf16");
+  }
+}
+template <typename Element>
+__device__ __forceinline__ void wgmma_out(float (&out)[32], const uint32_t* p, uint64_t v) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    PTX_OUT_64("f16");
+  } else {
+    PTX_OUT_64("bf16");
+  }
+}
+
+}  // namespace ptx

@@ -1,0 +1,71 @@
+"""Skip-softmax attention on Hopper (compute capability 9.0): calls the CUDA library built from `csrc/`.
+
+The library is loaded through apache-tvm-ffi at the first call and knows nothing of torch's or Python's ABI. It is destination-passing:
+this file allocates the outputs, the library checks the arguments, zeroes the counts and launches one kernel on the current stream.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skip_attn_compile.kernels import Implementation, Problem
+from skip_attn_compile.ops import empty_output
+
+TILE_Q = 64
+TILE_K = 128
+
+
+@cache
+def _attention() -> Any:  # noqa: ANN401 (a tvm_ffi.Function)
+    """The library's entry point. Building the library, where none was carried along, takes a minute or two, once per machine."""
+    import tvm_ffi
+
+    from skip_attn_compile import build
+
+    return tvm_ffi.load_module(str(build.library())).attention
+
+
+def run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    threshold: Tensor,
+    attn_mask: Tensor | None,
+    query_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    tile_order: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shapes as in `ops.py`; asynchronous, on the current stream of query's device."""
+    out = empty_output(query, value.shape[3])
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    counts = torch.empty((*query.shape[:2], 2), dtype=torch.int32, device=query.device)
+    _attention()(query, key, value, threshold, attn_mask, query_mask, out, lse, counts, is_causal, scale, tile_order == "own_first")
+    return out, lse, counts
+
+
+def unavailable(problem: Problem) -> str | None:
+    """Why the kernel cannot run on this machine, or None: wrong GPU, no apache-tvm-ffi, no library and no way to build one."""
+    if problem.capability != (9, 0):
+        have = "none" if problem.capability is None else ".".join(map(str, problem.capability))
+        return f"it is built for compute capability 9.0 (H100, H200), this device has {have}"
+    from skip_attn_compile import build
+
+    return build.unavailable()
+
+
+IMPLEMENTATION = Implementation(
+    name="sm90",
+    device_types=("cuda",),
+    tile_q=TILE_Q,
+    tile_k=TILE_K,
+    tile_orders=("ascending", "own_first"),
+    dtypes=(torch.bfloat16, torch.float16),
+    head_dims=(64, 128),
+    masks=("none", "key"),
+    run=run,
+    unavailable=unavailable,
+    needs_alignment=True,
+)
