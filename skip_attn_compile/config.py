@@ -32,16 +32,70 @@ class _Checked:
 
 
 @dataclass(frozen=True)
+class Calibration(_Checked):
+    """A curve from a target sparsity s to lambda: lambda = a * exp(b * s) / L, with L the number of keys of the call.
+
+    a: finite and > 0, in keys; b: finite.
+    The facts below say where the curve holds; None or empty where they are not known.
+    tile: (query rows, keys) of the tiles it was fitted at; tile_order: in which order they were visited.
+    sparsity_range: smallest and largest skipped share observed; kv_lens: key lengths observed.
+    """
+
+    a: float
+    b: float
+    tile: tuple[int, int] | None = dataclasses.field(default=None, kw_only=True)
+    tile_order: str | None = dataclasses.field(default=None, kw_only=True)
+    sparsity_range: tuple[float, float] | None = dataclasses.field(default=None, kw_only=True)
+    kv_lens: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("a", "b"):
+            if not _is_finite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number, got {getattr(self, name)!r}")
+            object.__setattr__(self, name, float(getattr(self, name)))
+        if self.a <= 0:
+            raise ValueError(f"a must be a finite number > 0, got {self.a!r}")
+        if self.tile is not None:
+            object.__setattr__(self, "tile", _check_ints("tile", self.tile, 2))
+        if self.tile_order is not None and self.tile_order not in TILE_ORDERS:
+            raise ValueError(f"tile_order must be one of {', '.join(TILE_ORDERS)}, or None, got {self.tile_order!r}")
+        if self.sparsity_range is not None:
+            object.__setattr__(self, "sparsity_range", _check_range("sparsity_range", self.sparsity_range))
+        object.__setattr__(self, "kv_lens", _check_ints("kv_lens", self.kv_lens))
+
+    def scale_factor(self, target_sparsity: float) -> float:
+        """a * exp(b * s), that is lambda * L; inf where it leaves the range of a float."""
+        try:
+            return self.a * math.exp(self.b * target_sparsity)
+        except OverflowError:
+            return math.inf
+
+    def threshold_at(self, target_sparsity: float, kv_len: int) -> float:
+        """lambda for a target sparsity at kv_len keys; 1 or more means that the curve cannot reach the target there."""
+        return self.scale_factor(target_sparsity) / kv_len
+
+    def sparsity_at(self, threshold: float, kv_len: int) -> float:
+        """The inverse: the skipped share that the curve expects of lambda `threshold` (at most 1) at kv_len keys, within [0, 1]."""
+        threshold = min(threshold, 1.0)
+        if threshold <= 0 or self.b == 0:
+            return 0.0
+        return min(max(math.log(threshold * kv_len / self.a) / self.b, 0.0), 1.0)
+
+
+@dataclass(frozen=True)
 class Rule(_Checked):
-    """What to do in the modules that a pattern selects. Later rules win over earlier ones.
+    """What to do in the modules that a pattern selects. Later rules win over earlier ones, value by value.
 
     pattern: fnmatch pattern on a module's name, `blocks.0.attn1` or `transformer.blocks.0.attn1`.
     threshold: lambda there, finite and >= 0; or
+    target_sparsity: the share of tiles to skip there, in [0, 1]; and / or calibration: the curve that gives lambda there; or
     dense: True leaves attention as it is there.
     """
 
     pattern: str = ""
     threshold: float | None = dataclasses.field(default=None, kw_only=True)
+    target_sparsity: float | None = dataclasses.field(default=None, kw_only=True)
+    calibration: Calibration | None = dataclasses.field(default=None, kw_only=True)
     dense: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -49,9 +103,14 @@ class Rule(_Checked):
         if not isinstance(self.dense, bool):
             raise ValueError(f"dense must be True or False, got {self.dense!r}")
         object.__setattr__(self, "threshold", check_threshold(self.threshold))
-        if (self.threshold is not None) == self.dense:
-            given = f"threshold={self.threshold}, dense={self.dense}"
-            raise ValueError(f"Rule({self.pattern!r}) must set either threshold or dense=True, got {given}")
+        object.__setattr__(self, "target_sparsity", check_target_sparsity(self.target_sparsity))
+        _check_calibration(self.calibration)
+        given = [name for name in ("threshold", "target_sparsity", "dense") if getattr(self, name) not in (None, False)]
+        if len(given) > 1 or (self.calibration is not None and given not in ([], ["target_sparsity"])):
+            given += ["calibration"] * (self.calibration is not None)
+            raise ValueError(f"Rule({self.pattern!r}) must set one of threshold, target_sparsity, calibration, dense, got {', '.join(given)}")
+        if not given and self.calibration is None:
+            raise ValueError(f"Rule({self.pattern!r}) must set one of threshold, target_sparsity, calibration, dense=True, got none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,26 +118,35 @@ class SkipConfig(_Checked):
     """Which attention calls skip, and how much.
 
     threshold: lambda, finite and >= 0; a tile of 128 keys is skipped for 64 query rows when no key in it can weigh more than lambda
-        relative to a row's heaviest key so far. 0 skips nothing, useful values lie in (0, 1), and values above 1 act as 1.
+        relative to a row's heaviest key so far. 0 skips nothing, useful values lie in (0, 1), and values above 1 act as 1. Or
+    target_sparsity: the share of tiles to skip, in [0, 1]; it needs a calibration, which turns it into lambda for each key length.
+    calibration: the curve for target_sparsity.
     include: fnmatch patterns; modules that match none stay as they are.
     ignore: fnmatch patterns; modules that match one stay as they are, whatever include and rules say.
     rules: `Rule`s in order; the last that matches a module decides there.
     min_kv_len: calls with fewer keys stay dense (keys, not bytes); it compares with the key length of each call.
     tile_order: "ascending", or "own_first": each row group starts at the keys of its own position, which skips more tiles at equal lambda.
     implementation: "auto", or the name of one that must be used: "reference", "sm90".
+    checkpoint_ignore: as ignore, but given by a checkpoint: `from_checkpoint` sets it, and no override clears it.
     """
 
     threshold: float | None = None
+    target_sparsity: float | None = None
+    calibration: Calibration | None = None
     include: tuple[str, ...] = ("*",)
     ignore: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     min_kv_len: int = 1024
     tile_order: str = "ascending"
     implementation: str = "auto"
+    checkpoint_ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         set_field("threshold", check_threshold(self.threshold))
+        set_field("target_sparsity", check_target_sparsity(self.target_sparsity))
+        _check_calibration(self.calibration)
+        set_field("checkpoint_ignore", _check_patterns("checkpoint_ignore", self.checkpoint_ignore))
         set_field("include", _check_patterns("include", self.include))
         set_field("ignore", _check_patterns("ignore", self.ignore))
         set_field("rules", _check_rules(self.rules))
@@ -89,20 +157,67 @@ class SkipConfig(_Checked):
         for name, allowed in (("tile_order", TILE_ORDERS), ("implementation", IMPLEMENTATIONS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if self.threshold is None and all(rule.threshold is None for rule in self.rules):
+        self._check_operating_point()
+
+    def _check_operating_point(self) -> None:
+        if self.threshold is not None and self.target_sparsity is not None:
+            given = f"threshold={self.threshold} and target_sparsity={self.target_sparsity}"
+            raise ValueError(f"threshold and target_sparsity exclude each other, got {given}; drop one")
+        points = (self, *self.rules)
+        if all(point.threshold is None and point.target_sparsity is None for point in points):
             raise ValueError("no operating point: set threshold, for example SkipConfig(threshold=0.1)")
+        if all(point.calibration is None for point in points):
+            for point in points:
+                if point.target_sparsity is not None:
+                    raise ValueError(
+                        f"target_sparsity={point.target_sparsity} needs a calibration, calibration=Calibration(a=..., b=...);"
+                        " without one set threshold instead, for example SkipConfig(threshold=0.1)"
+                    )
 
 
 def check_threshold(value: Any, name: str = "threshold") -> float | None:
     """`value` as a float, None for not given; ValueError unless it is a finite number >= 0."""
     if value is None:
         return None
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0:
+    if not _is_finite(value) or value < 0:
         raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
     if value > 1:
         log.warning("%s=%g acts as 1: a weight relative to a row's maximum cannot exceed 1; useful values lie in (0, 1)", name, value)
     return float(value)
+
+
+def check_target_sparsity(value: Any, name: str = "target_sparsity") -> float | None:
+    """`value` as a float, None for not given; ValueError unless it is a number in [0, 1]."""
+    if value is None:
+        return None
+    if not _is_finite(value) or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be in [0, 1], the share of tiles to skip, got {value!r}")
+    return float(value)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_calibration(value: Any) -> None:
+    if value is not None and not isinstance(value, Calibration):
+        raise ValueError(f"calibration must be a Calibration(a=..., b=...), got {value!r}")
+
+
+def _check_ints(name: str, values: Any, length: int | None = None) -> tuple[int, ...]:
+    numbers_given = tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else None
+    if numbers_given is None or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in numbers_given):
+        raise ValueError(f"{name} must be integers > 0, got {values!r}")
+    if length is not None and len(numbers_given) != length:
+        raise ValueError(f"{name} must be {length} integers > 0, got {values!r}")
+    return numbers_given
+
+
+def _check_range(name: str, values: Any) -> tuple[float, float]:
+    given = tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else ()
+    if len(given) != 2 or not all(_is_finite(v) for v in given) or not 0 <= given[0] <= given[1] <= 1:
+        raise ValueError(f"{name} must be two numbers, 0 <= smallest <= largest <= 1, got {values!r}")
+    return float(given[0]), float(given[1])
 
 
 def _check_patterns(name: str, patterns: Any) -> tuple[str, ...]:
