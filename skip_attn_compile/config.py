@@ -1,38 +1,28 @@
 """What the user asks for: frozen, validated at construction, and therefore never wrong later."""
 
 import dataclasses
-import difflib
-import logging
 import math
-import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-log = logging.getLogger(__name__)
+from skip_attn_compile.validate import (
+    Checked,
+    check_ints,
+    check_pattern,
+    check_patterns,
+    check_range,
+    check_target_sparsity,
+    check_threshold,
+    is_finite,
+)
 
 TILE_ORDERS = ("ascending", "own_first")
 IMPLEMENTATIONS = ("auto", "reference", "sm90")
 
 
-class _Checked:
-    """Unknown keywords and surplus arguments become a ValueError that names the field, like every other mistake in a config."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        fields = [f for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
-        positional = [f for f in fields if not f.kw_only]
-        if len(args) > len(positional):
-            raise ValueError(f"{cls.__name__} takes {len(positional)} positional arguments, got {len(args)}; write them as keywords")
-        for name in kwargs:
-            if name not in {f.name for f in fields}:
-                close = difflib.get_close_matches(name, [f.name for f in fields], 1)
-                hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(f.name for f in fields)}"
-                raise ValueError(f"{cls.__name__} has no field {name!r}; {hint}")
-        return super().__new__(cls)
-
-
 @dataclass(frozen=True)
-class Calibration(_Checked):
+class Calibration(Checked):
     """A curve from a target sparsity s to lambda: lambda = a * exp(b * s) / L, with L the number of keys of the call.
 
     a: finite and > 0, in keys; b: finite.
@@ -41,8 +31,8 @@ class Calibration(_Checked):
     sparsity_range: smallest and largest skipped share observed; kv_lens: key lengths observed.
     """
 
-    a: float
-    b: float
+    a: float = math.nan
+    b: float = math.nan
     tile: tuple[int, int] | None = dataclasses.field(default=None, kw_only=True)
     tile_order: str | None = dataclasses.field(default=None, kw_only=True)
     sparsity_range: tuple[float, float] | None = dataclasses.field(default=None, kw_only=True)
@@ -50,18 +40,18 @@ class Calibration(_Checked):
 
     def __post_init__(self) -> None:
         for name in ("a", "b"):
-            if not _is_finite(getattr(self, name)):
+            if not is_finite(getattr(self, name)):
                 raise ValueError(f"{name} must be a finite number, got {getattr(self, name)!r}")
             object.__setattr__(self, name, float(getattr(self, name)))
         if self.a <= 0:
             raise ValueError(f"a must be a finite number > 0, got {self.a!r}")
         if self.tile is not None:
-            object.__setattr__(self, "tile", _check_ints("tile", self.tile, 2))
+            object.__setattr__(self, "tile", check_ints("tile", self.tile, 2))
         if self.tile_order is not None and self.tile_order not in TILE_ORDERS:
             raise ValueError(f"tile_order must be one of {', '.join(TILE_ORDERS)}, or None, got {self.tile_order!r}")
         if self.sparsity_range is not None:
-            object.__setattr__(self, "sparsity_range", _check_range("sparsity_range", self.sparsity_range))
-        object.__setattr__(self, "kv_lens", _check_ints("kv_lens", self.kv_lens))
+            object.__setattr__(self, "sparsity_range", check_range("sparsity_range", self.sparsity_range))
+        object.__setattr__(self, "kv_lens", check_ints("kv_lens", self.kv_lens))
 
     def scale_factor(self, target_sparsity: float) -> float:
         """a * exp(b * s), that is lambda * L; inf where it leaves the range of a float."""
@@ -83,7 +73,7 @@ class Calibration(_Checked):
 
 
 @dataclass(frozen=True)
-class Rule(_Checked):
+class Rule(Checked):
     """What to do in the modules that a pattern selects. Later rules win over earlier ones, value by value.
 
     pattern: fnmatch pattern on a module's name, `blocks.0.attn1` or `transformer.blocks.0.attn1`.
@@ -99,22 +89,22 @@ class Rule(_Checked):
     dense: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_pattern("pattern", self.pattern)
+        check_pattern("pattern", self.pattern)
         if not isinstance(self.dense, bool):
             raise ValueError(f"dense must be True or False, got {self.dense!r}")
         object.__setattr__(self, "threshold", check_threshold(self.threshold))
         object.__setattr__(self, "target_sparsity", check_target_sparsity(self.target_sparsity))
         _check_calibration(self.calibration)
         given = [name for name in ("threshold", "target_sparsity", "dense") if getattr(self, name) not in (None, False)]
+        choices = "threshold, target_sparsity and or calibration, dense=True"
         if len(given) > 1 or (self.calibration is not None and given not in ([], ["target_sparsity"])):
-            given += ["calibration"] * (self.calibration is not None)
-            raise ValueError(f"Rule({self.pattern!r}) must set one of threshold, target_sparsity, calibration, dense, got {', '.join(given)}")
+            raise ValueError(f"Rule({self.pattern!r}) must set one of {choices}, got {', '.join(given + ['calibration'] * (self.calibration is not None))}")
         if not given and self.calibration is None:
-            raise ValueError(f"Rule({self.pattern!r}) must set one of threshold, target_sparsity, calibration, dense=True, got none")
+            raise ValueError(f"Rule({self.pattern!r}) must set one of {choices}, got none")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SkipConfig(_Checked):
+class SkipConfig(Checked):
     """Which attention calls skip, and how much.
 
     threshold: lambda, finite and >= 0; a tile of 128 keys is skipped for 64 query rows when no key in it can weigh more than lambda
@@ -146,9 +136,9 @@ class SkipConfig(_Checked):
         set_field("threshold", check_threshold(self.threshold))
         set_field("target_sparsity", check_target_sparsity(self.target_sparsity))
         _check_calibration(self.calibration)
-        set_field("checkpoint_ignore", _check_patterns("checkpoint_ignore", self.checkpoint_ignore))
-        set_field("include", _check_patterns("include", self.include))
-        set_field("ignore", _check_patterns("ignore", self.ignore))
+        set_field("checkpoint_ignore", check_patterns("checkpoint_ignore", self.checkpoint_ignore))
+        set_field("include", check_patterns("include", self.include))
+        set_field("ignore", check_patterns("ignore", self.ignore))
         set_field("rules", _check_rules(self.rules))
         if not self.include:
             raise ValueError('include must hold at least one pattern, got (); write include=("*",) for every module')
@@ -163,7 +153,7 @@ class SkipConfig(_Checked):
         if self.threshold is not None and self.target_sparsity is not None:
             given = f"threshold={self.threshold} and target_sparsity={self.target_sparsity}"
             raise ValueError(f"threshold and target_sparsity exclude each other, got {given}; drop one")
-        points = (self, *self.rules)
+        points: tuple[SkipConfig | Rule, ...] = (self, *self.rules)
         if all(point.threshold is None and point.target_sparsity is None for point in points):
             raise ValueError("no operating point: set threshold, for example SkipConfig(threshold=0.1)")
         if all(point.calibration is None for point in points):
@@ -175,72 +165,9 @@ class SkipConfig(_Checked):
                     )
 
 
-def check_threshold(value: Any, name: str = "threshold") -> float | None:
-    """`value` as a float, None for not given; ValueError unless it is a finite number >= 0."""
-    if value is None:
-        return None
-    if not _is_finite(value) or value < 0:
-        raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
-    if value > 1:
-        log.warning("%s=%g acts as 1: a weight relative to a row's maximum cannot exceed 1; useful values lie in (0, 1)", name, value)
-    return float(value)
-
-
-def check_target_sparsity(value: Any, name: str = "target_sparsity") -> float | None:
-    """`value` as a float, None for not given; ValueError unless it is a number in [0, 1]."""
-    if value is None:
-        return None
-    if not _is_finite(value) or not 0 <= value <= 1:
-        raise ValueError(f"{name} must be in [0, 1], the share of tiles to skip, got {value!r}")
-    return float(value)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _check_calibration(value: Any) -> None:
     if value is not None and not isinstance(value, Calibration):
         raise ValueError(f"calibration must be a Calibration(a=..., b=...), got {value!r}")
-
-
-def _check_ints(name: str, values: Any, length: int | None = None) -> tuple[int, ...]:
-    numbers_given = tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else None
-    if numbers_given is None or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in numbers_given):
-        raise ValueError(f"{name} must be integers > 0, got {values!r}")
-    if length is not None and len(numbers_given) != length:
-        raise ValueError(f"{name} must be {length} integers > 0, got {values!r}")
-    return numbers_given
-
-
-def _check_range(name: str, values: Any) -> tuple[float, float]:
-    given = tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else ()
-    if len(given) != 2 or not all(_is_finite(v) for v in given) or not 0 <= given[0] <= given[1] <= 1:
-        raise ValueError(f"{name} must be two numbers, 0 <= smallest <= largest <= 1, got {values!r}")
-    return float(given[0]), float(given[1])
-
-
-def _check_patterns(name: str, patterns: Any) -> tuple[str, ...]:
-    if isinstance(patterns, str):
-        raise ValueError(f"{name} must be a sequence of patterns, got the string {patterns!r}; write {name}=({patterns!r},)")
-    if not isinstance(patterns, Iterable):
-        raise ValueError(f"{name} must be a sequence of patterns, got {patterns!r}")
-    patterns = tuple(patterns)
-    for pattern in patterns:
-        _check_pattern(name, pattern)
-    return patterns
-
-
-def _check_pattern(name: str, pattern: Any) -> None:
-    if not isinstance(pattern, str) or not pattern or pattern != pattern.strip():
-        raise ValueError(f"{name} must be a non-empty fnmatch pattern without outer spaces, got {pattern!r}")
-    closed = pattern
-    while (start := closed.find("[")) >= 0:
-        # fnmatch: a "]" right after "[" or "[!" is a member of the class
-        end = closed.find("]", start + (3 if closed[start + 1 : start + 2] == "!" else 2))
-        if end < 0:
-            raise ValueError(f"{name} has an unclosed '[' and could never match, got {pattern!r}; write '[[]' for a literal '['")
-        closed = closed[end + 1 :]
 
 
 def _check_rules(rules: Any) -> tuple[Rule, ...]:
