@@ -95,10 +95,11 @@ class Rule(Checked):
         object.__setattr__(self, "threshold", check_threshold(self.threshold))
         object.__setattr__(self, "target_sparsity", check_target_sparsity(self.target_sparsity))
         _check_calibration(self.calibration)
-        given = [name for name in ("threshold", "target_sparsity", "dense") if getattr(self, name) not in (None, False)]
+        given = [name for name in ("threshold", "target_sparsity") if getattr(self, name) is not None] + ["dense"] * self.dense
         choices = "threshold, target_sparsity and or calibration, dense=True"
         if len(given) > 1 or (self.calibration is not None and given not in ([], ["target_sparsity"])):
-            raise ValueError(f"Rule({self.pattern!r}) must set one of {choices}, got {', '.join(given + ['calibration'] * (self.calibration is not None))}")
+            given += ["calibration"] * (self.calibration is not None)
+            raise ValueError(f"Rule({self.pattern!r}) must set one of {choices}, got {', '.join(given)}")
         if not given and self.calibration is None:
             raise ValueError(f"Rule({self.pattern!r}) must set one of {choices}, got none")
 

@@ -48,7 +48,12 @@ def check_target_sparsity(value: Any, name: str = "target_sparsity") -> float | 
 
 
 def is_finite(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of a float
+        return False
 
 
 def check_ints(name: str, values: Any, length: int | None = None) -> tuple[int, ...]:

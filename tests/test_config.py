@@ -117,7 +117,7 @@ def test_bad_choice_is_named(field: str, value: object) -> None:
 
 @pytest.mark.parametrize("arguments", [{"threshold": 0.1, "dense": True}, {}, {"dense": False}, {"threshold": None}], ids=_id)
 def test_rule_sets_one_thing(arguments: dict) -> None:
-    with pytest.raises(ValueError, match="must set either threshold or dense=True"):
+    with pytest.raises(ValueError, match="must set one of threshold, .*dense"):
         Rule("blocks.*", **arguments)
 
 
@@ -136,7 +136,7 @@ def test_unknown_keyword_suggests_the_field(misspelt: str, meant: str) -> None:
 
 
 def test_unknown_keyword_without_a_near_miss_lists_the_fields() -> None:
-    with pytest.raises(ValueError, match="Rule has no field 'xyz'; it has pattern, threshold, dense"):
+    with pytest.raises(ValueError, match="Rule has no field 'xyz'; it has pattern, threshold, .*dense"):
         Rule("*", xyz=1)
 
 
