@@ -3,12 +3,13 @@
     model = torch.compile(model, backend=skip_attn_compile.backend(skip_attn_compile.SkipConfig(threshold=0.1)))
 """
 
-from skip_attn_compile.config import Rule, SkipConfig
+from skip_attn_compile.config import Calibration, Rule, SkipConfig
 
 __version__ = "0.1.0"
 
-# Eagerly: these functions share a name with the modules they come from, and must be set after those.
+# Eagerly: some of these functions share a name with the module they come from, and must be set after it.
 from skip_attn_compile.backend import backend, report
 from skip_attn_compile.functional import skip_softmax_attention
+from skip_attn_compile.plan import plan
 
-__all__ = ["Rule", "SkipConfig", "backend", "report", "skip_softmax_attention"]
+__all__ = ["Calibration", "Rule", "SkipConfig", "backend", "plan", "report", "skip_softmax_attention"]

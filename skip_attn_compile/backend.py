@@ -15,10 +15,11 @@ from skip_attn_compile.composites import has_composites, open_composites
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.layers import Frame, KnownModels, LayerName, frames_of_graph, unwrap
 from skip_attn_compile.live import CompiledGraph, GraphRecord, Settings, new_control
-from skip_attn_compile.report import Report, build_report
+from skip_attn_compile.report import Report
 from skip_attn_compile.rewrite import copy_graph_module, rewrite
 from skip_attn_compile.rules import Decision, decide
 from skip_attn_compile.sites import AttentionSite, find_sites
+from skip_attn_compile.summary import build_report
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +71,20 @@ class SkipBackend:
         """
         self._models.attach(model, name)
 
-    def update(self, *, threshold: float) -> None:
-        """Set the config's threshold (lambda) from the next call on, in all threads, without a recompile.
+    def update(self, *, threshold: float | None = None, target_sparsity: float | None = None) -> None:
+        """Set a new operating point, lambda or a target share, from the next call on, in all threads, without a recompile.
 
-        Layers whose threshold a rule sets, and sites that were kept at compile time, are not affected.
+        Layers whose operating point a rule sets are not affected. Raises ValueError for a target without a calibration, and where
+        every site was kept at compile time, so that the change could take no effect.
         """
-        if threshold is None:
-            raise ValueError("update needs a threshold, finite and >= 0, got None")
-        self._settings.update(dataclasses.replace(self.config, threshold=threshold))
+        if (threshold is None) == (target_sparsity is None):
+            raise ValueError(f"update needs either threshold or target_sparsity, got {threshold!r} and {target_sparsity!r}")
+        config = dataclasses.replace(self.config, threshold=threshold, target_sparsity=target_sparsity)
+        with self._lock:
+            sites = [decision for graph in self._graphs for decision in graph.decisions]
+        if sites and all(decision.kept for decision in sites):
+            raise ValueError("update cannot take effect: every site was kept as SDPA when it was compiled; see report() for the reasons")
+        self._settings.update(config)
 
     def report(self) -> Report:
         """Every site seen so far, and its counts. Reads the device, so it waits for the work that is queued there."""
@@ -116,13 +123,13 @@ class SkipBackend:
             self._remember(record)
             return compiled
         rewritten = [sites[index] for index in record.rewritten]
-        device = rewritten[0].query.device  # type: ignore[union-attr]
-        control = new_control(len(rewritten), device)
+        record.device = rewritten[0].query.device  # type: ignore[union-attr]
+        control = new_control(len(rewritten), record.device)
         rewrite(work, rewritten, self.config, control)
         with torch.compiler.config.patch(cache_key_tag=_cache_key_tag()):  # type: ignore[attr-defined]
             compiled = inner(work, [*example_inputs, control])
         self._remember(record)
-        return CompiledGraph(compiled, record, self._settings, self._models, device)
+        return CompiledGraph(compiled, record, self._settings, self._models, example_inputs)
 
     def _decide(self, sites: Sequence[AttentionSite], frames: Sequence[Frame]) -> list[Decision]:
         layers: dict[int, list[LayerName]] = {}

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +10,16 @@ import torch
 
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.layers import Candidate, Frame, KnownModels
-from skip_attn_compile.rules import Decision, policy
+from skip_attn_compile.rules import Decision, Policy, policy
 
 log = logging.getLogger(__name__)
 
 ATTACH = "call attach(model) on the backend so that its layers have names"
+
+CLAMPED = (
+    "%s: at %d keys lambda = %.4g for target_sparsity %g is clamped to 1, and the target will not be met;"
+    " calibration curves are fitted below 1: use a lower target or calibrate at this length"
+)
 
 Callers = tuple[Candidate | None, ...]  # for each frame of a graph, the module that is calling
 
@@ -25,12 +30,21 @@ class Settings:
     def __init__(self, config: SkipConfig) -> None:
         self.config = config
         self.version = 0
+        self._warned: set[tuple[object, ...]] = set()
         self._lock = threading.Lock()
 
     def update(self, config: SkipConfig) -> None:
         with self._lock:
             self.config = config
             self.version += 1
+
+    def warn_once(self, message: str, *args: object) -> None:
+        """One warning for each message and arguments."""
+        with self._lock:
+            if (message, *args) in self._warned:
+                return
+            self._warned.add((message, *args))
+        log.warning(message, *args)
 
 
 @dataclass(eq=False)
@@ -39,8 +53,10 @@ class Slot:
 
     callers: Callers
     control: torch.Tensor  # float32 [n_rewritten, 2]: lambda = c0 + c1 / kv_len
-    counts: torch.Tensor  # int64 [n_rewritten, 2]: tiles visited, tiles skipped
-    version: int = -1
+    counts: torch.Tensor  # int64 [n_rewritten, 3]: tiles visited, tiles skipped, calls whose lambda was clamped to 1
+    version: tuple[int, int] = (-1, -1)  # of the settings and of the known models that control was written for
+    policies: list[Policy] = field(default_factory=list)
+    sizes_checked: set[tuple[int, ...]] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -49,6 +65,7 @@ class GraphRecord:
 
     frames: list[Frame]
     decisions: list[Decision]  # of every site, in the graph's order
+    device: torch.device | None = None  # of control and counts; None where nothing was rewritten
     slots: dict[tuple[Callers, int], Slot] = field(default_factory=dict)
 
     @property
@@ -59,7 +76,7 @@ class GraphRecord:
         return next(n for n, frame in enumerate(self.frames) if site in frame.sites)
 
 
-def new_control(rows: int, device: torch.device) -> torch.Tensor:
+def new_control(rows: int, device: torch.device | None) -> torch.Tensor:
     """Zeros: dense. Not an inference tensor, which could not be written from outside inference mode later."""
     with torch.inference_mode(False):
         return torch.zeros((rows, 2), dtype=torch.float32, device=device)
@@ -69,10 +86,15 @@ class CompiledGraph:
     """What Dynamo calls: adds the control input, takes the counts off the outputs."""
 
     def __init__(
-        self, compiled: Callable[..., Any], record: GraphRecord, settings: Settings, models: KnownModels, device: torch.device
+        self, compiled: Callable[..., Any], record: GraphRecord, settings: Settings, models: KnownModels, example_inputs: Sequence[Any]
     ) -> None:
-        self._compiled, self._record, self._device = compiled, record, device
+        self._compiled, self._record = compiled, record
         self._settings, self._models = settings, models
+        self._device = record.device
+        symbols = {n: x.node.expr for n, x in enumerate(example_inputs) if isinstance(x, torch.SymInt)}
+        lengths = {site: length for site in record.rewritten if isinstance(length := record.decisions[site].host_kv_len, torch.SymInt)}
+        used = {symbol for length in lengths.values() for symbol in length.node.expr.free_symbols}
+        self._size_inputs = {n: symbol for n, symbol in symbols.items() if symbol in used}  # those that decide a number of keys
 
     def __call__(self, *args: Any) -> Any:
         callers = tuple(frame.resolve(args, self._models) for frame in self._record.frames)
@@ -80,8 +102,12 @@ class CompiledGraph:
         slot = self._record.slots.get(key)
         if slot is None:
             slot = self._record.slots.setdefault(key, self._new_slot(callers))
-        if slot.version != self._settings.version:
-            self._write_control(slot)
+        sizes = tuple([args[n] for n in self._size_inputs])
+        version = (self._settings.version, self._models.generation)
+        if slot.version != version:
+            self._write_control(slot, version)
+        if sizes not in slot.sizes_checked:
+            self._check_lambdas(slot, sizes)
         *result, counts = self._compiled(*args, slot.control)
         slot.counts.add_(counts)
         return result
@@ -89,26 +115,43 @@ class CompiledGraph:
     def _new_slot(self, callers: Callers) -> Slot:
         rows = len(self._record.rewritten)
         with torch.inference_mode(False):
-            counts = torch.zeros((rows, 2), dtype=torch.int64, device=self._device)
+            counts = torch.zeros((rows, 3), dtype=torch.int64, device=self._device)
         return Slot(callers, new_control(rows, self._device), counts)
 
-    def _write_control(self, slot: Slot) -> None:
-        version, config = self._settings.version, self._settings.config
-        rows = [self._row(site, slot.callers, config) for site in self._record.rewritten]
+    def _write_control(self, slot: Slot, version: tuple[int, int]) -> None:
+        config = self._settings.config
+        slot.policies = [self._policy(site, slot.callers, config) for site in self._record.rewritten]
         with torch.inference_mode(False), torch.no_grad():
             # A few bytes from pageable memory: staged at once, so neither side waits for the other.
-            slot.control.copy_(torch.tensor(rows, dtype=torch.float32), non_blocking=True)
+            slot.control.copy_(torch.tensor([p.control for p in slot.policies], dtype=torch.float32), non_blocking=True)
         slot.version = version
+        slot.sizes_checked = set()
 
-    def _row(self, site: int, callers: Callers, config: SkipConfig) -> tuple[float, float]:
-        """(c0, c1) of lambda = c0 + c1 / kv_len; (0, 0) is dense."""
+    def _policy(self, site: int, callers: Callers, config: SkipConfig) -> Policy:
         number = self._record.frame_of(site)
         frame, caller = self._record.frames[number], callers[number]
+        if caller is not None:
+            return policy(config, caller.layer(frame.sites[site]))
         # An unknown caller gets only what every module that it may be would get.
-        possible = frame.candidates(self._models) if caller is None else (caller,)
-        thresholds = {policy(config, candidate.layer(frame.sites[site])).threshold or 0.0 for candidate in possible}
-        if caller is None and not frame.warned:
+        policies = {policy(config, candidate.layer(frame.sites[site])) for candidate in frame.candidates(self._models)}
+        alike = len({p.control for p in policies}) == 1
+        if not frame.warned:
             frame.warned = True
-            effect = "it gets what all candidates get" if len(thresholds) == 1 else "it stays dense"
+            effect = "it gets what all candidates get" if alike else "it stays dense"
             log.warning("a call of %s comes from a module that is not known, so %s; %s", frame.function, effect, ATTACH)
-        return (thresholds.pop(), 0.0) if len(thresholds) == 1 else (0.0, 0.0)
+        return policies.pop() if alike else Policy()
+
+    def _check_lambdas(self, slot: Slot, sizes: tuple[int, ...]) -> None:
+        """Warn, once for each site and length, where a calibrated lambda reaches 1. Lengths under a mask are not known on the host."""
+        slot.sizes_checked.add(sizes)
+        values = dict(zip(self._size_inputs.values(), sizes, strict=True))
+        for site, asked in zip(self._record.rewritten, slot.policies, strict=True):
+            kv_len = self._record.decisions[site].host_kv_len
+            if isinstance(kv_len, torch.SymInt):
+                bound = kv_len.node.expr.xreplace(values)
+                kv_len = int(bound) if bound.is_number else None
+            if kv_len and asked.target_sparsity is not None and (threshold := asked.control[1] / kv_len) >= 1:
+                number = self._record.frame_of(site)
+                caller = slot.callers[number]
+                layer = caller.layer(self._record.frames[number].sites[site]).full if caller else "an unknown layer"
+                self._settings.warn_once(CLAMPED, layer, kv_len, threshold, asked.target_sparsity)

@@ -6,13 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
-from skip_attn_compile.config import SkipConfig
-from skip_attn_compile.layers import Candidate, Frame, KnownModels, LayerName
-from skip_attn_compile.live import ATTACH, GraphRecord
-from skip_attn_compile.rules import Decision, matches, policy
-
 UNKNOWN_LAYER = "unknown layer (attach the model)"
 
 _DECISIONS = ("sparse", "dense now", "kept")  # when several graphs hold one layer, the first of these that applies is shown
@@ -25,21 +18,27 @@ class SiteReport:
     name: the module's qualified name, with #1, #2 ... for its second, third ... call.
     decision: "sparse"; "dense now", the operator at lambda 0, which may become sparse without a recompile; or "kept", SDPA untouched.
     reasons: all reasons why it is not sparse.
-    threshold: lambda in force, None where kept.
+    threshold: lambda in force, None where kept, or where it depends on a length that is not static.
+    target_sparsity: the share asked for, None where lambda is given directly.
+    expected: the share that the calibration curve expects at this lambda and length, None without one.
     kv_lens: numbers of keys it was compiled for, as text ("4096", or "s0" where symbolic).
     implementation: what serves it, None where kept. tile: (query rows, keys) of the unit that is skipped.
     visited, skipped: tiles so far, over batch, heads and row groups.
+    clamped: graph calls so far in which lambda was 1 or more and acted as 1.
     """
 
     name: str
     decision: str
     reasons: tuple[str, ...] = ()
     threshold: float | None = None
+    target_sparsity: float | None = None
+    expected: float | None = None
     kv_lens: tuple[str, ...] = ()
     implementation: str | None = None
     tile: tuple[int, int] | None = None
     visited: int = 0
     skipped: int = 0
+    clamped: int = 0
 
     @property
     def sparsity(self) -> float | None:
@@ -50,11 +49,13 @@ class SiteReport:
         """Take in what another graph says of the same call."""
         if _DECISIONS.index(other.decision) < _DECISIONS.index(self.decision):
             self.decision, self.threshold = other.decision, other.threshold
+            self.target_sparsity, self.expected = other.target_sparsity, other.expected
             self.implementation, self.tile = other.implementation, other.tile
         self.reasons = tuple(dict.fromkeys(self.reasons + other.reasons))
         self.kv_lens = tuple(dict.fromkeys(self.kv_lens + other.kv_lens))
         self.visited += other.visited
         self.skipped += other.skipped
+        self.clamped += other.clamped
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,10 @@ class UnmatchedPattern:
     field: str
     pattern: str
     nearest: tuple[str, ...]
+
+    def __str__(self) -> str:
+        hint = f"; nearest: {', '.join(self.nearest)}" if self.nearest else ""
+        return f"{self.field} pattern {self.pattern!r} matched no attention layer{hint}"
 
 
 @dataclass
@@ -110,98 +115,21 @@ class Report:
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
-        rows = [("site", "decision", "keys", "lambda", "tiles", "skipped", "reasons"), *map(_row, self.sites)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        rows: list[tuple[str, ...]] = [("site", "decision", "keys", "lambda", "expected", "tiles", "skipped", "reasons"), *map(_row, self.sites)]
+        if all(site.expected is None for site in self.sites):
+            rows = [row[:4] + row[5:] for row in rows]
+        lines = table(rows)
         total = f"{_count(self.sites)} in {self.graphs} graph{'s' * (self.graphs != 1)}; {self.skipped:,} of {self.visited:,} tiles skipped"
         if self.sparsity is not None:
             total += f" ({self.sparsity:.1%})"
         lines.append(total)
-        for unmatched in self.unmatched:
-            hint = f"; nearest: {', '.join(unmatched.nearest)}" if unmatched.nearest else ""
-            lines.append(f"{unmatched.field} pattern {unmatched.pattern!r} matched no attention layer{hint}")
-        return "\n".join(lines + self.notes)
+        return "\n".join([*lines, *map(str, self.unmatched), *self.notes])
 
 
-def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: KnownModels) -> Report:
-    """One row for each layer and call, whichever graphs serve it, and what the user should know besides."""
-    rows: dict[object, SiteReport] = {}
-    layers: dict[LayerName, None] = {}
-
-    def add(key: object, row: SiteReport) -> None:
-        if key in rows:
-            rows[key].merge(row)
-        else:
-            rows[key] = row
-
-    for graph in graphs:
-        counts = read_counts(graph)
-        for frame in graph.frames:
-            candidates = frame.candidates(models)
-            for candidate in candidates:
-                for site, path in frame.sites.items():
-                    decision, layer = graph.decisions[site], candidate.layer(path)
-                    layers[layer] = None
-                    visited, skipped = counts.pop((site, candidate), (0, 0))
-                    add((id(candidate.model), layer, decision.call_index), _site_row(decision, layer, config, visited, skipped))
-            for site, path in frame.sites.items() if not candidates else ():
-                add((id(frame), site), _unknown_row(graph.decisions[site], frame, path))
-        visited, skipped = (sum(column) for column in zip((0, 0), *counts.values(), strict=True))  # what no candidate took
-        if visited:
-            add(UNKNOWN_LAYER, SiteReport(UNKNOWN_LAYER, "dense now", (ATTACH,), visited=visited, skipped=skipped))
-    report = Report(list(rows.values()), graphs=len(graphs))
-    if rows:
-        report.unmatched = _unmatched(config, list(layers))
-    else:
-        report.notes.append(f"no scaled_dot_product_attention call was seen in {len(graphs)} compiled graphs")
-    return report
-
-
-def read_counts(graph: GraphRecord) -> dict[tuple[int, Candidate | None], tuple[int, int]]:
-    """(site, caller) -> tiles (visited, skipped), over all threads."""
-    totals: dict[tuple[int, Candidate | None], tuple[int, int]] = {}
-    for slot in list(graph.slots.values()):
-        if slot.counts.is_cuda:
-            torch.cuda.synchronize(slot.counts.device)  # other streams may still be adding
-        for site, (visited, skipped) in zip(graph.rewritten, slot.counts.tolist(), strict=True):
-            key = (site, slot.callers[graph.frame_of(site)])
-            before = totals.get(key, (0, 0))
-            totals[key] = (before[0] + visited, before[1] + skipped)
-    return totals
-
-
-def _site_row(decision: Decision, layer: LayerName, config: SkipConfig, visited: int, skipped: int) -> SiteReport:
-    asked = policy(config, layer)
-    row = SiteReport(_shown(layer.full, decision.call_index), "kept", decision.reasons + asked.reasons, None, (decision.kv_len,))
-    if decision.kept:
-        if not row.reasons:
-            row.reasons = ("kept when it was compiled, for the layers known then; torch.compiler.reset() compiles it anew",)
-        return row
-    row.threshold = asked.threshold or 0.0
-    row.decision = "sparse" if row.threshold > 0 else "dense now"
-    if not row.reasons and row.threshold == 0:
-        row.reasons = ("threshold is 0",)
-    if decision.implementation is not None:
-        row.implementation, row.tile = decision.implementation.name, (decision.implementation.tile_q, decision.implementation.tile_k)
-    row.visited, row.skipped = visited, skipped
-    return row
-
-
-def _unknown_row(decision: Decision, frame: Frame, path: str) -> SiteReport:
-    root = frame.function if frame.root_class is None else frame.root_class.__name__
-    name = _shown(f"{root}:{path}" if path else root, decision.call_index)
-    return SiteReport(name, "kept" if decision.kept else "dense now", (*decision.reasons, ATTACH), kv_lens=(decision.kv_len,))
-
-
-def _shown(name: str, call_index: int) -> str:
-    return name if call_index == 0 else f"{name}#{call_index}"
-
-
-def _unmatched(config: SkipConfig, layers: list[LayerName]) -> list[UnmatchedPattern]:
-    fields = {"include": config.include, "ignore": config.ignore, "rules": [rule.pattern for rule in config.rules]}
-    patterns = [(where, pattern) for where, given in fields.items() for pattern in given]
-    names = [layer.full for layer in layers]
-    return [UnmatchedPattern(where, p, nearest(p, names)) for where, p in patterns if not any(matches(p, layer) for layer in layers)]
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines with the columns of `rows` aligned."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def nearest(name: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -211,8 +139,9 @@ def nearest(name: str, names: Iterable[str]) -> tuple[str, ...]:
 
 def _row(site: SiteReport) -> tuple[str, ...]:
     threshold = "" if site.threshold is None else f"{site.threshold:.4g}"
-    share = "" if site.sparsity is None else f"{site.sparsity:.1%}"
-    return (site.name, site.decision, ",".join(site.kv_lens), threshold, f"{site.visited:,}", share, "; ".join(site.reasons))
+    expected, share = ("" if value is None else f"{value:.1%}" for value in (site.expected, site.sparsity))
+    keys, reasons = ",".join(site.kv_lens), "; ".join(site.reasons)
+    return (site.name, site.decision, keys, threshold, expected, f"{site.visited:,}", share, reasons)
 
 
 def _count(sites: list[SiteReport]) -> str:

@@ -3,7 +3,9 @@
     before                                       after
     out = scaled_dot_product_attention(q,k,v,m)  lam = control[:, 0] + control[:, 1] / Skv          once per key length
     return (out,)                                out, lse, n = skip_attn_compile.attention(q, k, v, lam[i], m, None, causal, ...)
-                                                 counts = stack([n.sum((0, 1)), ...])               [n_sites, 2] int64
+                                                 tiles = stack([n.sum((0, 1)), ...])                [n_sites, 2] int64
+                                                 clamped = stack([(lam >= 1)[i], ...])              [n_sites]
+                                                 counts = cat([tiles, clamped[:, None]], 1)         [n_sites, 3] int64
                                                  return (out, counts)
 
 `control` float32 [n_sites, 2] is a new last input, so that lambda changes without a recompile; `counts` is a new last output, so that
@@ -48,8 +50,11 @@ def rewrite(gm: GraphModule, sites: Sequence[AttentionSite], config: SkipConfig,
     counts = [_replace(graph, site, lambdas.of(site, index), config, control.device) for index, site in enumerate(sites)]
     output = graph.output_node()
     with graph.inserting_before(output):
-        stacked = graph.call_function(torch.stack, (counts,))
-    output.args = ((*output.args[0], stacked),)  # type: ignore[misc]
+        tiles = graph.call_function(torch.stack, (counts,))
+        clamped = graph.call_function(torch.stack, ([lambdas.clamped(site, index) for index, site in enumerate(sites)],))
+        columns = [tiles, graph.call_function(torch.unsqueeze, (clamped, 1))]
+        with_clamped = graph.call_function(torch.cat, (columns, 1))
+    output.args = ((*output.args[0], with_clamped),)  # type: ignore[misc]
     graph.lint()
     gm.recompile()
 
@@ -71,17 +76,29 @@ class _Lambdas:
 
     def __init__(self, graph: Graph, control: Node, min_kv_len: int) -> None:
         self._graph, self._control, self._min_kv_len = graph, control, min_kv_len
-        self._of_length: dict[object, Node] = {}
+        self._of_length: dict[object, tuple[Node, Node]] = {}  # lambda and lambda >= 1 of all sites, were this their length
 
     def of(self, site: AttentionSite, index: int) -> Node:
         """float32 [], or [B] under a key mask. The nodes stand before the site's own."""
+        key = self._key(site)
         with self._graph.inserting_before(site.node):
-            mask = site.arguments["attn_mask"]
-            length: Any = site.kv_len
-            key = mask if mask is not None else length if isinstance(length, int) else length.node.expr
             if key not in self._of_length:
-                self._of_length[key] = self._all_sites(site, length)
-            return self._call(torch.select, self._of_length[key], 0, index)
+                lambdas = self._all_sites(site, site.kv_len)
+                per_site = lambdas if not self._per_sample(site) else self._call(torch.amax, lambdas, 1)
+                self._of_length[key] = lambdas, self._call(operator.ge, per_site, 1)
+            return self._call(torch.select, self._of_length[key][0], 0, index)
+
+    def clamped(self, site: AttentionSite, index: int) -> Node:
+        """Boolean []: was lambda 1 or more, for any sample? `of` has been called for the site."""
+        return self._call(torch.select, self._of_length[self._key(site)][1], 0, index)
+
+    def _key(self, site: AttentionSite) -> object:
+        mask, length = site.arguments["attn_mask"], site.kv_len
+        return mask if mask is not None else length if isinstance(length, int) else length.node.expr  # type: ignore[union-attr]
+
+    def _per_sample(self, site: AttentionSite) -> bool:
+        """Does each sample have its own number of keys? A mask [B,1,1,Skv], B > 1, says so."""
+        return site.mask is not None and site.mask.dim() == 4 and static_size(site.mask.shape[0]) != 1
 
     def _all_sites(self, site: AttentionSite, length: Any) -> Node:
         call = self._call
@@ -91,7 +108,7 @@ class _Lambdas:
             lambdas = call(operator.add, c0, call(operator.truediv, c1, size))
         else:
             keys = self._unmasked_keys(site, size)  # [] or [B]
-            if site.mask.dim() == 4 and site.mask.shape[0] != 1:
+            if self._per_sample(site):
                 c0, c1 = call(torch.unsqueeze, c0, 1), call(torch.unsqueeze, c1, 1)
             lambdas = call(operator.add, c0, call(operator.truediv, c1, keys))
         if not isinstance(length, int) and self._min_kv_len > 1:
@@ -108,7 +125,7 @@ class _Lambdas:
         counted = call(torch.clamp_min, call(torch.sum, taking_part, -1), 1)
         if static_size(site.mask.shape[-1]) == 1:  # one value for all keys
             counted = call(operator.mul, counted, size)
-        return call(torch.reshape, counted, [-1] if site.mask.dim() == 4 and site.mask.shape[0] != 1 else [])
+        return call(torch.reshape, counted, [-1] if self._per_sample(site) else [])
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Node:
         return self._graph.call_function(function, args)

@@ -7,17 +7,19 @@ from dataclasses import dataclass
 import torch
 
 from skip_attn_compile import kernels
-from skip_attn_compile.config import SkipConfig
+from skip_attn_compile.config import Calibration, SkipConfig
 from skip_attn_compile.layers import LayerName
-from skip_attn_compile.sites import AttentionSite
+from skip_attn_compile.sites import AttentionSite, Size
 
 # Every reason that this module gives, as users see it; implementations add theirs (kernels.Implementation.not_supported_reasons).
 # The README's support table is made from these texts.
 REASONS = {
     "ignored": "ignored by pattern {pattern!r}",
+    "ignored by checkpoint": "ignored by the checkpoint's pattern {pattern!r}",
     "not included": "no include pattern matches",
     "dense rule": "rule {pattern!r} says dense",
     "no operating point": "no threshold: none in the config, and no rule gives one here",
+    "no calibration": "target_sparsity {target} without a calibration here",
     "short kv": "short: {kv_len} keys < min_kv_len {min_kv_len}",
     "gradient": "an input requires grad, and skip-softmax attention has no backward",
     "dropout": "dropout_p is {dropout_p}, must be 0",
@@ -34,10 +36,21 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Policy:
-    """What the config says of one layer: lambda, or the reasons why the layer never skips."""
+    """What the config says of one layer: its operating point, or the reasons why the layer never skips."""
 
-    threshold: float | None
+    threshold: float | None = None  # lambda, given
+    target_sparsity: float | None = None  # or a share, which `calibration` turns into lambda
+    calibration: Calibration | None = None
     reasons: tuple[str, ...] = ()
+
+    @property
+    def control(self) -> tuple[float, float]:
+        """(c0, c1) of lambda = c0 + c1 / L, with L the number of keys; (0, 0) is dense."""
+        if self.threshold is not None:
+            return self.threshold, 0.0
+        if self.target_sparsity is not None and self.calibration is not None:
+            return 0.0, self.calibration.scale_factor(self.target_sparsity)
+        return 0.0, 0.0
 
 
 @dataclass(frozen=True)
@@ -50,8 +63,14 @@ class Decision:
     kept: bool
     reasons: tuple[str, ...]
     call_index: int
-    kv_len: str
+    kv_len: Size | None
+    masked: bool
     implementation: kernels.Implementation | None
+
+    @property
+    def host_kv_len(self) -> Size | None:
+        """The number of keys that lambda is derived from, where the host can know it: under a mask it is counted on the device."""
+        return None if self.masked else self.kv_len
 
 
 def decide(site: AttentionSite, layers: Sequence[LayerName], config: SkipConfig) -> Decision:
@@ -60,26 +79,31 @@ def decide(site: AttentionSite, layers: Sequence[LayerName], config: SkipConfig)
     layers: those that may run this call; empty where none is known yet: then it is rewritten, and dense until one is.
     """
     reasons, implementation = reasons_to_keep(site, config)
-    never = bool(layers) and all(policy(config, layer).threshold is None for layer in layers)
-    return Decision(bool(reasons) or never, reasons, site.call_index, str(site.kv_len), implementation)
+    never = bool(layers) and all(policy(config, layer).reasons for layer in layers)
+    return Decision(bool(reasons) or never, reasons, site.call_index, site.kv_len, site.mask is not None, implementation)
 
 
 def policy(config: SkipConfig, layer: LayerName) -> Policy:
-    """include says who takes part, rules (later wins) change values, ignore removes and beats everything."""
+    """include says who takes part, rules (later wins, value by value) change values, ignore removes and beats everything."""
+    threshold, target, calibration, dense = config.threshold, config.target_sparsity, config.calibration, None
+    for rule in config.rules:
+        if matches(rule.pattern, layer):
+            calibration = rule.calibration or calibration
+            dense = rule.pattern if rule.dense else None
+            if rule.threshold is not None or rule.target_sparsity is not None:
+                threshold, target = rule.threshold, rule.target_sparsity
     reasons = []
     if not any(matches(pattern, layer) for pattern in config.include):
         reasons.append(REASONS["not included"])
-    threshold: float | None = config.threshold
-    dense_rule = None
-    for rule in config.rules:
-        if matches(rule.pattern, layer):
-            threshold, dense_rule = (rule.threshold, None) if not rule.dense else (threshold, rule.pattern)
-    if dense_rule is not None:
-        reasons.append(REASONS["dense rule"].format(pattern=dense_rule))
-    elif threshold is None:
+    if dense is not None:
+        reasons.append(REASONS["dense rule"].format(pattern=dense))
+    elif threshold is None and target is None:
         reasons.append(REASONS["no operating point"])
+    elif threshold is None and calibration is None:
+        reasons.append(REASONS["no calibration"].format(target=target))
     reasons += [REASONS["ignored"].format(pattern=pattern) for pattern in config.ignore if matches(pattern, layer)]
-    return Policy(None, tuple(reasons)) if reasons else Policy(threshold)
+    reasons += [REASONS["ignored by checkpoint"].format(pattern=pattern) for pattern in config.checkpoint_ignore if matches(pattern, layer)]
+    return Policy(reasons=tuple(reasons)) if reasons else Policy(threshold, target, calibration)
 
 
 def matches(pattern: str, layer: LayerName) -> bool:

@@ -97,6 +97,8 @@ def implementations() -> tuple[Implementation, ...]:
         return (reference.IMPLEMENTATION,)
     from skip_attn_compile.kernels import sm90
 
+    if not hasattr(sm90, "IMPLEMENTATION"):  # LEAD: until the kernel lands
+        return (reference.IMPLEMENTATION,)
     return (sm90.IMPLEMENTATION, reference.IMPLEMENTATION)
 
 

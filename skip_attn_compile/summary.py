@@ -1,0 +1,121 @@
+"""From what the compiled graphs recorded to the report: one row for each layer and call, whichever graphs serve it."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from skip_attn_compile.config import SkipConfig
+from skip_attn_compile.layers import Candidate, Frame, KnownModels, LayerName
+from skip_attn_compile.live import ATTACH, GraphRecord
+from skip_attn_compile.report import UNKNOWN_LAYER, Report, SiteReport, UnmatchedPattern, nearest
+from skip_attn_compile.rules import Decision, Policy, matches, policy
+
+Counts = tuple[int, int, int]  # tiles visited, tiles skipped, calls clamped
+
+
+def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: KnownModels) -> Report:
+    """One row for each layer and call, whichever graphs serve it, and what the user should know besides."""
+    rows: dict[object, SiteReport] = {}
+    layers: dict[LayerName, None] = {}
+
+    def add(key: object, row: SiteReport) -> None:
+        if key in rows:
+            rows[key].merge(row)
+        else:
+            rows[key] = row
+
+    for graph in graphs:
+        counts = read_counts(graph)
+        for frame in graph.frames:
+            candidates = frame.candidates(models)
+            for candidate in candidates:
+                for site, path in frame.sites.items():
+                    decision, layer = graph.decisions[site], candidate.layer(path)
+                    layers[layer] = None
+                    row = _site_row(decision, layer, config, counts.pop((site, candidate), (0, 0, 0)))
+                    add((id(candidate.model), layer, decision.call_index), row)
+            for site, path in frame.sites.items() if not candidates else ():
+                add((id(frame), site), _unknown_row(graph.decisions[site], frame, path))
+        visited, skipped, clamped = (sum(column) for column in zip((0, 0, 0), *counts.values(), strict=True))  # what no candidate took
+        if visited:
+            unknown = SiteReport(UNKNOWN_LAYER, "dense now", (ATTACH,), visited=visited, skipped=skipped, clamped=clamped)
+            add(UNKNOWN_LAYER, unknown)
+    report = Report(list(rows.values()), graphs=len(graphs))
+    if rows:
+        report.unmatched = unmatched_patterns(config, list(layers))
+    else:
+        report.notes.append(f"no scaled_dot_product_attention call was seen in {len(graphs)} compiled graphs")
+    return report
+
+
+def read_counts(graph: GraphRecord) -> dict[tuple[int, Candidate | None], Counts]:
+    """(site, caller) -> counts, over all threads."""
+    totals: dict[tuple[int, Candidate | None], Counts] = {}
+    for slot in list(graph.slots.values()):
+        if slot.counts.is_cuda:
+            torch.cuda.synchronize(slot.counts.device)  # other streams may still be adding
+        for site, row in zip(graph.rewritten, slot.counts.tolist(), strict=True):
+            key = (site, slot.callers[graph.frame_of(site)])
+            before = totals.get(key, (0, 0, 0))
+            totals[key] = (before[0] + row[0], before[1] + row[1], before[2] + row[2])
+    return totals
+
+
+def _site_row(decision: Decision, layer: LayerName, config: SkipConfig, counts: Counts) -> SiteReport:
+    asked = policy(config, layer)
+    name, reasons = _shown(layer.full, decision.call_index), decision.reasons + asked.reasons
+    row = SiteReport(name, "kept", reasons, kv_lens=(str(decision.kv_len),))
+    if decision.kept:
+        if not row.reasons:
+            row.reasons = ("kept when it was compiled, for the layers known then; torch.compiler.reset() compiles it anew",)
+        return row
+    row.decision = "sparse" if max(asked.control) > 0 else "dense now"
+    row.target_sparsity = asked.target_sparsity
+    kv_len = decision.host_kv_len
+    if isinstance(kv_len, int) or asked.target_sparsity is None:
+        c0, c1 = asked.control
+        row.threshold = min(c0 + (c1 / kv_len if isinstance(kv_len, int) and kv_len else 0.0), 1.0)
+        if asked.calibration is not None and isinstance(kv_len, int):
+            row.expected = asked.calibration.sparsity_at(row.threshold, kv_len)
+    if decision.implementation is not None:
+        row.implementation, row.tile = decision.implementation.name, (decision.implementation.tile_q, decision.implementation.tile_k)
+    row.visited, row.skipped, clamped = counts
+    row.clamped = clamped if asked.target_sparsity is not None else 0
+    row.reasons += tuple(_remarks(row, asked, config))
+    return row
+
+
+def _remarks(row: SiteReport, asked: Policy, config: SkipConfig) -> Iterator[str]:
+    """What the user should know of a rewritten site besides its numbers."""
+    if row.decision == "dense now" and not asked.reasons:
+        yield "threshold is 0"
+    if row.clamped:
+        yield f"lambda was 1 or more in {row.clamped} calls and acted as 1: the target is out of the curve's reach there"
+    curve = asked.calibration
+    if curve is None or row.target_sparsity is None:
+        return
+    fitted = (curve.tile or row.tile, curve.tile_order or config.tile_order)
+    if fitted != (row.tile, config.tile_order):
+        yield f"the curve was fitted at tiles {fitted[0]}, {fitted[1]}; here they are {row.tile}, {config.tile_order}"
+    if curve.sparsity_range is not None and not curve.sparsity_range[0] <= row.target_sparsity <= curve.sparsity_range[1]:
+        low, high = curve.sparsity_range
+        yield f"the target {row.target_sparsity:g} lies outside the shares {low:g} to {high:g} that the curve was fitted on"
+
+
+def _unknown_row(decision: Decision, frame: Frame, path: str) -> SiteReport:
+    root = frame.function if frame.root_class is None else frame.root_class.__name__
+    name = _shown(f"{root}:{path}" if path else root, decision.call_index)
+    return SiteReport(name, "kept" if decision.kept else "dense now", (*decision.reasons, ATTACH), kv_lens=(str(decision.kv_len),))
+
+
+def _shown(name: str, call_index: int) -> str:
+    return name if call_index == 0 else f"{name}#{call_index}"
+
+
+def unmatched_patterns(config: SkipConfig, layers: Sequence[LayerName]) -> list[UnmatchedPattern]:
+    """The patterns of `config` that select none of `layers`."""
+    rules = [rule.pattern for rule in config.rules]
+    fields = {"include": config.include, "ignore": config.ignore, "checkpoint_ignore": config.checkpoint_ignore, "rules": rules}
+    patterns = [(where, pattern) for where, given in fields.items() for pattern in given]
+    names = [layer.full for layer in layers]
+    return [UnmatchedPattern(where, p, nearest(p, names)) for where, p in patterns if not any(matches(p, layer) for layer in layers)]
