@@ -238,14 +238,18 @@ struct Consumer {
   }
 
   // After the vote, one thread: V of this tile is loaded by the first group that keeps it, and never if both skip. `value_full` counts
-  // one arrival of each group, `value_empty` four (warps) of each; a group that runs ahead waits here until the stage's past use is over.
+  // one arrival of each group; a group that runs ahead waits here until the stage's past use is over.
   __device__ __forceinline__ void request_value(bool keep, int tile, int position, Ring at) const {
+    if constexpr (!kLateValue) {
+      if (!keep) release(smem.value_empty[at.stage][group]);
+      return;
+    }
     if (thread != 0) return;
-    const uint32_t full = ptx::smem_address(&smem.value_full[at.stage]), empty = ptx::smem_address(&smem.value_empty[at.stage]);
-    ptx::mbarrier_wait(empty, at.parity ^ 1);
+    const uint32_t full = ptx::smem_address(&smem.value_full[at.stage]);
+    ptx::mbarrier_wait(ptx::smem_address(&smem.value_empty[at.stage][group ^ 1]), at.parity ^ 1);
     if (!keep) {
       ptx::mbarrier_arrive(full);
-      ptx::mbarrier_arrive(empty, 4);
+      ptx::mbarrier_arrive(ptx::smem_address(&smem.value_empty[at.stage][group]), 4);
     } else if (atomicExch(&smem.value_claim[at.stage], position + 1) == position + 1) {
       ptx::mbarrier_arrive(full);
     } else {
@@ -275,7 +279,9 @@ struct Consumer {
     row_max(tile_max);
 #pragma unroll
     for (int i = 0; i < 2; ++i) new_max[i] = ptx::max_nan(running_max[i], tile_max[i]);
-    bool keep = true;
+    // Without a vote: true, but not known to the compiler. The branch keeps the exps ahead of the wait for P V that runs beside them;
+    // without one ptxas moves the wait up and the two run one after the other.
+    bool keep = params.q_blocks > 0;
     ++visited;
     if constexpr (kVotes) {
       keep = !skip_vote(tile_max, new_max);
@@ -293,13 +299,13 @@ struct Consumer {
     if constexpr (kPending) {
       ptx::wgmma_wait<0>();
       ptx::pin(out);
-      release(smem.value_empty[before.stage]);
+      release(smem.value_empty[before.stage][group]);
     }
-    if (keep) {
+    if (keep || !kVotes) {
       rescale_out(rescale);
       pack_weights();
     }
-    return keep;
+    return keep || !kVotes;
   }
 
   // ---- a tile of the other group alone: hand its buffers on ----
@@ -311,7 +317,7 @@ struct Consumer {
       request_value(false, tile, position, at);
     } else {
       ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.stage]), at.parity);
-      release(smem.value_empty[at.stage]);
+      release(smem.value_empty[at.stage][group]);
     }
   }
 
@@ -339,7 +345,7 @@ struct Consumer {
       pv_gemm(before.stage);
       ptx::wgmma_wait<0>();
       ptx::pin(out);
-      release(smem.value_empty[before.stage]);
+      release(smem.value_empty[before.stage][group]);
     }
     for (; position < stream.length; ++position, at.advance()) pass_tile<kVotes>(0, position, at);
     if (take_turns && group == 0) ptx::barrier_sync(kTurn + 0, kGroups * kWarpgroup);  // takes the turn that nobody waits for

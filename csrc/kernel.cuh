@@ -36,8 +36,9 @@ __device__ __forceinline__ void produce(const Params& params, SharedMemory<Eleme
       load_tile(smem.key[key_at.stage], &params.key_map, smem.key_full[key_at.stage], stream.tile(position), kv_head, batch);
       key_at.advance();
     }
-    if (dense && position > 0) {  // V of a tile is needed one step after its K
-      ptx::mbarrier_wait(ptx::smem_address(&smem.value_empty[value_at.stage]), value_at.parity ^ 1);
+    if ((dense || !kLateValue) && position > 0) {  // V of a tile is needed one step after its K
+      for (int g = 0; g < kGroups; ++g) ptx::mbarrier_wait(ptx::smem_address(&smem.value_empty[value_at.stage][g]), value_at.parity ^ 1);
+      if (!dense) ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[value_at.stage]), value_at.parity ^ 1);  // nobody awaits a skipped V
       load_tile(smem.value[value_at.stage], &params.value_map, smem.value_full[value_at.stage], stream.tile(position - 1), kv_head, batch);
       value_at.advance();
     }
@@ -73,8 +74,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     for (int s = 0; s < Smem::kStages; ++s) {
       ptx::mbarrier_init(ptx::smem_address(&smem.key_full[s]), 1);
       ptx::mbarrier_init(ptx::smem_address(&smem.key_empty[s]), kConsumerWarps);
-      ptx::mbarrier_init(ptx::smem_address(&smem.value_full[s]), dense ? 1 : kGroups);
-      ptx::mbarrier_init(ptx::smem_address(&smem.value_empty[s]), kConsumerWarps);
+      ptx::mbarrier_init(ptx::smem_address(&smem.value_full[s]), dense || !kLateValue ? 1 : kGroups);
+      for (int g = 0; g < kGroups; ++g) ptx::mbarrier_init(ptx::smem_address(&smem.value_empty[s][g]), kConsumerWarps / kGroups);
       smem.value_claim[s] = 0;
     }
     ptx::mbarrier_init_fence();
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     ptx::registers_raise<kConsumerRegisters>();
     const int group = warpgroup - 1;
     const bool together = stream.offset1 == 0 && row0 + kGroupRows < params.q_len && stream.tiles > 0;
-    Consumer<Element, kHeadDim, kMasked> consumer(params, smem, batch, head, group, row0 + group * kGroupRows, together && (dense ? TURNS_DENSE : TURNS_VOTE), log2f(lambda));
+    Consumer<Element, kHeadDim, kMasked> consumer(params, smem, batch, head, group, row0 + group * kGroupRows, together && (kMasked || (dense ? TURNS_DENSE : TURNS_VOTE)), log2f(lambda));
     if constexpr (kMasked) {
       consumer.template run<true>(stream);
     } else if (dense) {

@@ -19,6 +19,11 @@ constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512 of the 
 // Named barriers (0 is __syncthreads). Each consumer warpgroup has its own of each kind: id + group.
 enum NamedBarrier : int { kVote = 1, kTurn = 3 };
 
+#ifndef LATE_VALUE
+#define LATE_VALUE true
+#endif
+constexpr bool kLateValue = LATE_VALUE;
+
 template <int kHeadDim>
 struct Plan {
   static constexpr int kPanels = kHeadDim / kPanel;
@@ -38,9 +43,9 @@ struct __align__(1024) SharedMemory {
   uint64_t key_full[kStages];
   uint64_t key_empty[kStages];
   uint64_t value_full[kStages];
-  uint64_t value_empty[kStages];
+  uint64_t value_empty[kStages][kGroups];
   uint32_t value_claim[kStages];             // 1 + the last stream position whose V was asked for into this stage
-  float key_bias[kGroups][kTileKeys];        // masked kernel: what to add to a key's scores, log2 units; -inf masks
+  alignas(16) float key_bias[kGroups][kTileKeys];        // masked kernel: what to add to a key's scores, log2 units; -inf masks
 };
 
 enum class MaskType : int { kNone = 0, kBool, kFloat32, kBFloat16, kFloat16 };

@@ -1,7 +1,5 @@
 """Skip-softmax attention as a function, for direct use, eager or compiled."""
 
-import math
-import numbers
 from typing import NamedTuple
 
 import torch
@@ -9,6 +7,7 @@ from torch import Tensor
 
 from skip_attn_compile.config import TILE_ORDERS
 from skip_attn_compile.ops import attention, check_inputs
+from skip_attn_compile.validate import is_finite
 
 
 class SkipStats(NamedTuple):
@@ -46,13 +45,17 @@ def skip_softmax_attention(
     Returns out [B,Hq,Sq,Dv], or (out[, lse][, stats]): lse float32 [B,Hq,Sq] in nats, stats a `SkipStats`.
     Raises ValueError for inputs that do not fit together, RuntimeError where a gradient would be needed.
     """
+    for name, given in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+        if not isinstance(given, Tensor) and not (name == "attn_mask" and given is None):
+            raise ValueError(f"{name} must be a tensor, got {type(given).__name__}")
     if isinstance(threshold, Tensor):
         threshold_tensor = threshold
-    elif isinstance(threshold, numbers.Real) and not isinstance(threshold, bool) and math.isfinite(threshold) and threshold >= 0:
+    elif is_finite(threshold) and threshold >= 0:
         threshold_tensor = torch.full((), float(threshold), dtype=torch.float32, device=query.device)
     else:
         raise ValueError(f"threshold must be a finite number >= 0 or a float32 tensor [] or [batch], got {threshold!r}")
-    check_inputs(query, key, value, threshold_tensor, attn_mask, None)
+    if not torch.compiler.is_compiling():  # there the operator's fake does it; Dynamo cannot trace the messages
+        check_inputs(query, key, value, threshold_tensor, attn_mask, None)
     if tile_order not in TILE_ORDERS:
         raise ValueError(f"tile_order must be one of {', '.join(TILE_ORDERS)}, got {tile_order!r}")
     if is_causal and attn_mask is not None:

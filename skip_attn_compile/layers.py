@@ -168,22 +168,24 @@ def frames_of_graph(module_ids: Sequence[tuple[int, ...]], example_inputs: Seque
     of a model that was not attached: its frame has no candidates until `attach` is called.
     """
     scope = _FrameScope.current(models)
-    by_root: dict[int, Frame] = {}
+    frames: dict[int, Frame] = {}
+    paths: dict[int, dict[int, str]] = {}  # id(root) -> {id(module): its path within the root}
     for index, ids in enumerate(module_ids):
         owner, tree = scope.locate(ids)
         if owner is None or tree is None:
-            by_root.setdefault(0, Frame(None, scope.function)).sites[index] = ""
+            frames.setdefault(0, Frame(None, scope.function)).sites[index] = ""
             continue
         root = scope.root_of(owner, tree, example_inputs)
-        if models.holding(root) is None and not scope.is_part_of_a_larger_model(tree):
-            models.attach(tree)
-        if id(root) not in by_root:
-            by_root[id(root)] = Frame(type(root), scope.function, _anchors(root, example_inputs))
-        by_root[id(root)].sites[index] = _path_within(root, owner)
-    for frame in by_root.values():  # Parameters of the attention modules first: they are the least likely to be shared
-        paths = tuple(frame.sites.values())
-        frame.anchors = tuple(sorted(frame.anchors, key=lambda a: not any(a.owner == p or a.owner.startswith(p + ".") for p in paths)))
-    return list(by_root.values())
+        if id(root) not in frames:
+            if models.holding(root) is None and not scope.is_part_of_a_larger_model(tree):
+                models.attach(tree)
+            frames[id(root)] = Frame(type(root), scope.function, _anchors(root, example_inputs))
+            paths[id(root)] = {id(module): clean_path(root, path) for path, module in root.named_modules()}
+        frames[id(root)].sites[index] = paths[id(root)][id(owner)]
+    for frame in frames.values():  # Parameters of the attention modules first: they are the least likely to be shared
+        inside = tuple(frame.sites.values())
+        frame.anchors = tuple(sorted(frame.anchors, key=lambda a: not any(a.owner == p or a.owner.startswith(p + ".") for p in inside)))
+    return list(frames.values())
 
 
 def unwrap(module: nn.Module) -> nn.Module:

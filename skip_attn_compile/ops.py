@@ -142,9 +142,12 @@ def _attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from skip_attn_compile import kernels
 
+    if not query.dim() == key.dim() == value.dim() == 4:
+        check_inputs(query, key, value, threshold, attn_mask, query_mask)
     problem = kernels.Problem.of(query, key, value, attn_mask, query_mask is not None, is_causal, tile_order)
     chosen = kernels.choose_cached(problem, implementation)
     if isinstance(chosen, list):
+        check_inputs(query, key, value, threshold, attn_mask, query_mask)  # the better message, where the tensors are at fault
         raise ValueError(f"implementation {implementation!r} cannot run this attention: {'; '.join(chosen) or 'no such implementation'}")
     if chosen.name == "reference":
         # The kernels check what they must on their own; 30 us of checks in Python do not matter here, and would matter there.

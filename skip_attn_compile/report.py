@@ -115,7 +115,8 @@ class Report:
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("site", "decision", "keys", "lambda", "expected", "tiles", "skipped", "reasons"), *map(_row, self.sites)]
+        header = ("site", "decision", "keys", "lambda", "expected", "tiles", "skipped", "reasons")
+        rows: list[tuple[str, ...]] = [header, *map(_row, self.sites)]
         if all(site.expected is None for site in self.sites):
             rows = [row[:4] + row[5:] for row in rows]
         lines = table(rows)
