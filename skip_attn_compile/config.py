@@ -150,6 +150,30 @@ class SkipConfig(Checked):
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         self._check_operating_point()
 
+    @classmethod
+    def from_checkpoint(cls, source: Any, **overrides: Any) -> Any:
+        """The config that a calibrated checkpoint asks for: its curve, its target_sparsity, its `ignore` (as checkpoint_ignore).
+
+        source: a component's folder, its config.json, a dict, a diffusers model or its `.config`; or a pipeline's folder, which gives
+            a dict of SkipConfig by component name.
+        overrides: fields of SkipConfig. A threshold or target_sparsity beats the checkpoint's, a calibration replaces its curve;
+            `ignore` adds to the checkpoint's.
+        Raises CheckpointError, a ValueError, for what cannot be used.
+        """
+        from skip_attn_compile import checkpoint
+
+        return checkpoint.from_checkpoint(source, overrides)
+
+    def to_checkpoint(self, like: Any = None) -> dict[str, Any]:
+        """`{"sparse_attention_config": ...}` for a component's config.json; ValueError where the format cannot say what this config says.
+
+        It holds curve, target_sparsity and both ignore lists. How a kernel is run (min_kv_len, tile_order, implementation) has no place
+        in a checkpoint. like: a source as for `from_checkpoint`, whose other facts (targets, gate, dense first steps) are kept.
+        """
+        from skip_attn_compile import checkpoint
+
+        return checkpoint.to_checkpoint(self, like)
+
     def _check_operating_point(self) -> None:
         if self.threshold is not None and self.target_sparsity is not None:
             given = f"threshold={self.threshold} and target_sparsity={self.target_sparsity}"
