@@ -148,7 +148,7 @@ class CompiledGraph:
         for site, asked in zip(self._record.rewritten, slot.policies, strict=True):
             kv_len = self._record.decisions[site].host_kv_len
             if isinstance(kv_len, torch.SymInt):
-                bound = kv_len.node.expr.xreplace(values)
+                bound = kv_len.node.expr.subs(values)
                 kv_len = int(bound) if bound.is_number else None
             if kv_len and asked.target_sparsity is not None and (threshold := asked.control[1] / kv_len) >= 1:
                 number = self._record.frame_of(site)

@@ -87,7 +87,7 @@ def skip_config(threshold: float | None = 0.3, **fields: object) -> SkipConfig:
 
 
 @contextlib.contextmanager
-def reference_sdpa(*thresholds: float) -> Iterator[list[tuple[int, int]]]:
+def reference_sdpa(*thresholds: float | Tensor) -> Iterator[list[tuple[int, int]]]:
     """F.scaled_dot_product_attention is the reference inside, at thresholds[n % len] in the n-th call.
 
     Yields a list that gets the (visited, skipped) tiles of each call.
@@ -99,8 +99,8 @@ def reference_sdpa(*thresholds: float) -> Iterator[list[tuple[int, int]]]:
         if torch.is_autocast_enabled(query.device.type):
             cast = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(cast), key.to(cast), value.to(cast)
-        threshold = torch.tensor(thresholds[len(counts) % len(thresholds)])
-        out, _, tiles = reference_attention(query, key, value, threshold, attn_mask, is_causal=is_causal, scale=scale)
+        threshold = torch.as_tensor(thresholds[len(counts) % len(thresholds)])
+        out, _, tiles = reference_attention(query, key, value, threshold, attn_mask, is_causal=is_causal, scale=scale, tile_order=tile_order)
         counts.append(tuple(tiles.sum((0, 1)).tolist()))
         return out
 
