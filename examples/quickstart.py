@@ -199,7 +199,8 @@ def main(
     console.print(f"picture: {PICTURE}")
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command()(main)
+
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(main)
     app()
