@@ -87,7 +87,7 @@ def skip_config(threshold: float | None = 0.3, **fields: object) -> SkipConfig:
 
 
 @contextlib.contextmanager
-def reference_sdpa(*thresholds: float | Tensor) -> Iterator[list[tuple[int, int]]]:
+def reference_sdpa(*thresholds: float | Tensor, tile_order: str = "ascending") -> Iterator[list[tuple[int, int]]]:
     """F.scaled_dot_product_attention is the reference inside, at thresholds[n % len] in the n-th call.
 
     Yields a list that gets the (visited, skipped) tiles of each call.
