@@ -71,7 +71,7 @@ def from_checkpoint(source: Any, overrides: Mapping[str, Any]) -> SkipConfig | d
         except CheckpointError as error:
             if not records:
                 raise
-            records[name] = str(part), error
+            records[name] = _name(part), error
     if not _needs_no_curve(overrides) and all(getattr(record, "calibration", None) is None for _, record in records.values()):
         cause = next((record for _, record in records.values() if isinstance(record, CheckpointError)), None)
         raise CheckpointError(_no_calibration(_name(source), f"any component ({', '.join(parts) or 'none'})")) from cause
