@@ -1,6 +1,7 @@
 """The torch.compile backend: find the attention sites, decide, rewrite, hand the graph to the inner compiler, keep lambda live."""
 
 import dataclasses
+import inspect
 import logging
 import threading
 import weakref
@@ -167,7 +168,7 @@ class SkipBackend:
 def report(compiled: Any) -> Report:
     """The report of the backend behind `torch.compile(model, backend=skip_attn_compile.backend(config))`.
 
-    compiled: what torch.compile returned, or the module itself after it has run.
+    compiled: what torch.compile returned, a module after `module.compile()`, or any module after it has run.
     Raises ValueError where no backend of ours, or more than one, is behind it.
     """
     found = _backend_of(compiled)
@@ -184,8 +185,12 @@ def report(compiled: Any) -> Report:
 
 
 def _backend_of(compiled: Any) -> SkipBackend | None:
-    """Follow torch.compile's own references from a compiled module to its backend."""
-    callback = getattr(getattr(compiled, "dynamo_ctx", None), "callback", None)
+    """Follow torch.compile's own references from a compiled module or function, or after `module.compile()`, to the backend."""
+    call = getattr(compiled, "_compiled_call_impl", None) or compiled
+    if inspect.isfunction(call):
+        callback = inspect.getclosurevars(call).nonlocals.get("callback")
+    else:
+        callback = getattr(getattr(call, "dynamo_ctx", None), "callback", None)
     while callback is not None:
         callback = getattr(callback, "compiler_fn", callback)
         if isinstance(callback, SkipBackend):

@@ -121,6 +121,7 @@ FEATURE_CASES = [
     Case("one_key", Skv=1),
     Case("causal", Sq=500, Skv=500, causal=True),
     Case("causal_more_keys", Sq=300, Skv=900, causal=True),
+    Case("causal_start_past_diagonal", Sq=500, Skv=1500, causal=True),  # own_first: start at tiles that causal masking cuts off
     Case("causal_more_rows", Sq=900, Skv=300, causal=True),
     Case("causal_key_mask", Sq=500, Skv=500, causal=True, mask="key_bool"),
     Case("causal_gqa_general_mask", Hq=4, Sq=300, Skv=300, causal=True, mask="general_add"),

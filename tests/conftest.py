@@ -7,6 +7,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
+torch.set_num_threads(1)  # small tensors: more threads only get in each other's way
+
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():

@@ -41,7 +41,7 @@ def test_is_eager_with_sdpa_replaced_by_the_reference(inner: str) -> None:
     assert counts(be) == expected
     assert all(0 < skipped < visited == TILES for visited, skipped in expected)
     torch.testing.assert_close(out, reference, **CLOSE)
-    assert (out - model(x)).abs().max() > 1e-2, "the effect must be visible, else nothing was compared"
+    assert (out - model(x)).abs().max() > 2e-3, "the effect must be visible, else nothing was compared"
 
 
 def test_threshold_zero_is_plain_compile_within_rounding() -> None:
@@ -272,7 +272,7 @@ def test_a_graph_with_symbolic_integers_among_its_outputs() -> None:
         out, twice = compiled(tokens(length=length))
         assert (out.shape[1], twice) == (length, 2 * length)
     assert be.report().skipped > 0
-    assert len(recorder.graphs) == 1
+    assert sum("skip_attn_compile.attention" in targets(gm) for gm in recorder.graphs) == 1
 
 
 def test_a_graph_with_no_output_but_ours() -> None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from skip_attn_compile import Calibration, Rule, SkipConfig, backend, plan
 from models import dit, tokens
+from skip_attn_compile import Calibration, Rule, SkipConfig, backend, plan
 
 
 def test_names_and_decisions_are_those_of_the_compiled_model() -> None:

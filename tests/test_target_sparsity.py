@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 
-from skip_attn_compile import Calibration, Rule, SkipConfig
 from graphs import recording_backend
 from models import TOKENS, dit, reference_sdpa, tokens
+from skip_attn_compile import Calibration, Rule, SkipConfig
 
 CURVE = Calibration(a=30.0, b=2.0)
 TARGET = 0.5
