@@ -1,6 +1,6 @@
 """Skip-softmax attention on a trained video DiT: one video twice from the same noise, compiled dense and compiled with skipping.
 
-    python examples/quickstart.py [--threshold 0.3] [--steps 12] [--prompt-digits 3,7] [--frames 16] [--seed 0] [--device cpu]
+    python examples/quickstart.py [--threshold 0.3] [--steps 12] [--prompt-digits 3,7] [--frames 16] [--seed 1] [--device cpu]
 
 Prints what was done to every attention, and what it cost in PSNR and SSIM; writes out/quickstart.png under the current folder.
 """
@@ -109,12 +109,11 @@ def make_config(threshold: float) -> SkipConfig:
         raise typer.BadParameter(str(error), param_hint="--threshold") from None
 
 
-def describe(digits: tuple[int, int], seed: int) -> tuple[Tensor, str]:
-    """The four condition ids [1, 4], with two colours drawn from the seed, and the same in words."""
-    colors = torch.randperm(len(COLORS), generator=torch.Generator().manual_seed(seed))[:2].tolist()
-    names = [list(COLORS)[color] for color in colors]
-    words = torch.tensor([[*digits, *(FIRST_COLOR_ID + color for color in colors)]])
-    return words, f"digits {digits[0]} and {digits[1]}, colours {names[0]} and {names[1]}"
+def describe(digits: tuple[int, int]) -> tuple[Tensor, str]:
+    """The four condition ids [1, 4] of the two digits in red and blue, and the same in words."""
+    colors = ("red", "blue")
+    words = torch.tensor([[*digits, *(FIRST_COLOR_ID + list(COLORS).index(color) for color in colors)]])
+    return words, f"digits {digits[0]} and {digits[1]}, colours {colors[0]} and {colors[1]}"
 
 
 @contextmanager
@@ -150,14 +149,14 @@ def main(
     frames: Annotated[
         int, typer.Option(min=1, max=FRAMES, help=f"video frames, {TOKENS_PER_FRAME} tokens each; below 4 frames attention stays dense")
     ] = FRAMES,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="seed of the noise and of the two colours")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="seed of the noise")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
     """Sample one video from the same noise twice, dense and with skip-softmax attention, and compare."""
     digits = parse_digits(prompt_digits)
     place = parse_device(device)
     config = make_config(threshold)
-    words, prompt = describe(digits, seed)
+    words, prompt = describe(digits)
     model = load_model(place)
     console.print(f"{prompt}; {frames} frames = {frames * TOKENS_PER_FRAME} tokens, {steps} steps, seed {seed}, on {place}")
 

@@ -24,16 +24,16 @@ def draw(path: Path, title: str, dense: Array, skip: Array, sites: list[str], sh
     sites, share: names, and the skipped share [site, step] in [0, 1] of the visited tiles (NaN: the site visited none).
     """
     chosen = np.unique(np.linspace(0, len(dense) - 1, min(FRAMES_SHOWN, len(dense))).round().astype(int))
-    figure = plt.figure(figsize=(13, 9.6), facecolor="white")
+    figure = plt.figure(figsize=(13, 9.2), facecolor="white")
     # Columns: one per frame, and a narrow one for the colour bars.
     grid = GridSpec(
         4, len(chosen) + 1, figure, width_ratios=[1] * len(chosen) + [0.14], height_ratios=[1, 1, 1, 2.5],
-        left=0.085, right=0.935, top=0.90, bottom=0.065, wspace=0.04, hspace=0.06,
+        left=0.085, right=0.935, top=0.915, bottom=0.065, wspace=0.04, hspace=0.06,
     )  # fmt: skip
-    figure.suptitle(title, x=0.085, y=0.962, ha="left", fontsize=13)
+    figure.suptitle(title, x=0.085, y=0.975, ha="left", fontsize=13)
     _frame_rows(figure, grid, chosen, dense, skip)
     # Its own grid, so that the heat map stands clear of the frames.
-    lower = grid[3, :].subgridspec(2, 2, height_ratios=[0.14, 1], width_ratios=[len(chosen) + 0.04 * len(chosen), 0.14], wspace=0.03)
+    lower = grid[3, :].subgridspec(2, 2, height_ratios=[0.08, 1], width_ratios=[len(chosen) + 0.04 * len(chosen), 0.14], wspace=0.03)
     axes = figure.add_subplot(lower[1, 0])
     if share.size:
         _heat_map(figure, axes, figure.add_subplot(lower[1, 1]), sites, share)

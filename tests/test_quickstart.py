@@ -99,12 +99,10 @@ def test_picture_without_any_sparse_site(frames: int, tmp_path: Path) -> None:
     assert Image.open(tmp_path / "picture.png").size[0] > 1000
 
 
-def test_description_depends_on_the_seed_alone() -> None:
-    words, text = quickstart.describe((3, 7), 0)
+def test_description_says_what_the_ids_are() -> None:
+    words, text = quickstart.describe((3, 7))
     assert words[0, :2].tolist() == [3, 7]
     assert all(list(COLORS)[word - FIRST_COLOR_ID] in text for word in words[0, 2:].tolist())
-    assert torch.equal(words, quickstart.describe((3, 7), 0)[0])
-    assert len({quickstart.describe((3, 7), seed)[1] for seed in range(10)}) > 1
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +135,7 @@ def test_the_model_is_trained(glyphs: Glyphs) -> None:
 
 
 def test_sampling_is_deterministic() -> None:
-    words, _ = quickstart.describe((1, 2), 0)
+    words, _ = quickstart.describe((1, 2))
     model = load_model()
     first, second = (sample(model, words, steps=1, frames=2, seed=3) for _ in range(2))
     assert torch.equal(first, second)
