@@ -55,6 +55,7 @@ struct Consumer {
   using Smem = SharedMemory<Element, kHeadDim>;
   using Ring = RingPlace<Smem::kStages>;
   static constexpr int kPanels = Smem::kPanels;
+  static constexpr bool kHoldQuery = kQueryInRegisters && !kMasked;
 
   const Params& params;
   Smem& smem;
@@ -66,6 +67,7 @@ struct Consumer {
   // 8 * j + 2 * (lane % 4) + {0, 1}, at index 4 * j + 2 * i + {0, 1}.
   float out[kHeadDim / 2];
   float scores[kTileKeys / 2];
+  uint32_t query[kHoldQuery ? kHeadDim / 4 : 1];
   uint32_t weights[kTileKeys / 4];  // P in the input's precision, as wgmma takes it from registers
   float running_max[2], exp_sum[2]; // raw scores (masked kernel: log2 units); this thread's share of the sum
   bool row_votes[2];
@@ -91,16 +93,33 @@ struct Consumer {
 
   __device__ __forceinline__ int row(int i) const { return row0 + (thread / 32) * 16 + (thread % 32) / 4 + 8 * i; }
 
+  // ---- Q from shared memory to registers, as wgmma takes its A operand: a third less shared-memory traffic in Q K^T ----
+  __device__ __forceinline__ void load_query() {
+    const uint32_t base = ptx::smem_address(smem.query[group]);
+    const int local = (thread / 32) * 16 + thread % 16;
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; ++d) {
+      const int chunk = (d % 4) * 2 + (thread % 32) / 16;  // of 16 bytes in the swizzled row
+      ptx::load_matrix(&query[4 * d], base + (d / 4) * sizeof(smem.query[0][0]) + local * 128 + ((chunk ^ (local & 7)) << 4));
+    }
+  }
+
   // ---- scores = Q K^T, [64 x 128], D / 16 steps; issued, not awaited ----
   __device__ __forceinline__ void qk_gemm(int stage) {
     const uint64_t q = ptx::descriptor(ptx::smem_address(smem.query[group]), 0);
     const uint64_t k = ptx::descriptor(ptx::smem_address(smem.key[stage]), 0);
     ptx::wgmma_fence();
+    if constexpr (kHoldQuery) {
+      ptx::wgmma_scores<Element, 0>(scores, &query[0], k);
+#pragma unroll
+      for (int d = 1; d < kHeadDim / 16; ++d) ptx::wgmma_scores<Element, 1>(scores, &query[4 * d], k + (d % 4) * (32 >> 4) + (d / 4) * (sizeof(smem.key[0][0]) >> 4));
+    } else {
     ptx::wgmma_scores<Element, 0>(scores, q, k);
 #pragma unroll
     for (int d = 1; d < kHeadDim / 16; ++d) {
       const int inside = (d % 4) * (32 >> 4);  // 16 elements further in the 128-byte row, in descriptor units of 16 bytes
       ptx::wgmma_scores<Element, 1>(scores, q + inside + (d / 4) * (sizeof(smem.query[0][0]) >> 4), k + inside + (d / 4) * (sizeof(smem.key[0][0]) >> 4));
+    }
     }
     ptx::wgmma_commit();
   }
@@ -238,18 +257,14 @@ struct Consumer {
   }
 
   // After the vote, one thread: V of this tile is loaded by the first group that keeps it, and never if both skip. `value_full` counts
-  // one arrival of each group; a group that runs ahead waits here until the stage's past use is over.
+  // one arrival of each group, `value_empty` four (warps) of each; a group that runs ahead waits here until the stage's past use is over.
   __device__ __forceinline__ void request_value(bool keep, int tile, int position, Ring at) const {
-    if constexpr (!kLateValue) {
-      if (!keep) release(smem.value_empty[at.stage][group]);
-      return;
-    }
     if (thread != 0) return;
     const uint32_t full = ptx::smem_address(&smem.value_full[at.stage]);
-    ptx::mbarrier_wait(ptx::smem_address(&smem.value_empty[at.stage][group ^ 1]), at.parity ^ 1);
+    ptx::mbarrier_wait(ptx::smem_address(&smem.value_empty[at.stage]), at.parity ^ 1);
     if (!keep) {
       ptx::mbarrier_arrive(full);
-      ptx::mbarrier_arrive(ptx::smem_address(&smem.value_empty[at.stage][group]), 4);
+      ptx::mbarrier_arrive(ptx::smem_address(&smem.value_empty[at.stage]), 4);
     } else if (atomicExch(&smem.value_claim[at.stage], position + 1) == position + 1) {
       ptx::mbarrier_arrive(full);
     } else {
@@ -260,9 +275,10 @@ struct Consumer {
   // ---- one key tile; returns whether it was kept, that is whether P V of it is due in the next step ----
   // kPending: P V of the step before is due, and runs beside this step's Q K^T and its softmax.
   template <bool kPending, bool kVotes>
-  __device__ __forceinline__ bool step(int tile, int position, Ring at, Ring before) {
+  __device__ __forceinline__ bool step(int tile, int position, Ring at, Ring before, bool owes_value) {
     if constexpr (kMasked) stage_key_bias(tile);
     ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.stage]), at.parity);
+    if (!kPending && kVotes && !kLateValue && owes_value) release(smem.value_empty[before.stage]);
     wait_for_turn();
     qk_gemm(at.stage);
     if constexpr (kPending) {
@@ -285,7 +301,7 @@ struct Consumer {
     ++visited;
     if constexpr (kVotes) {
       keep = !skip_vote(tile_max, new_max);
-      request_value(keep, tile, position, at);
+      if constexpr (kLateValue) request_value(keep, tile, position, at);
       if (!keep) {
         bool masked = false;
         if constexpr (kMasked) {
@@ -299,7 +315,7 @@ struct Consumer {
     if constexpr (kPending) {
       ptx::wgmma_wait<0>();
       ptx::pin(out);
-      release(smem.value_empty[before.stage][group]);
+      release(smem.value_empty[before.stage]);
     }
     if (keep || !kVotes) {
       rescale_out(rescale);
@@ -310,14 +326,16 @@ struct Consumer {
 
   // ---- a tile of the other group alone: hand its buffers on ----
   template <bool kVotes>
-  __device__ __forceinline__ void pass_tile(int tile, int position, Ring at) {
+  __device__ __forceinline__ void pass_tile(int position, Ring at, Ring before, bool owes_value) {
     ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.stage]), at.parity);
     release(smem.key_empty[at.stage]);
-    if constexpr (kVotes) {
-      request_value(false, tile, position, at);
+    if constexpr (kVotes && kLateValue) {
+      request_value(false, 0, position, at);
+    } else if constexpr (kVotes) {
+      if (owes_value) release(smem.value_empty[before.stage]);
     } else {
       ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.stage]), at.parity);
-      release(smem.value_empty[at.stage][group]);
+      release(smem.value_empty[at.stage]);
     }
   }
 
@@ -325,19 +343,22 @@ struct Consumer {
   __device__ __forceinline__ void run(const Stream& stream) {
     const bool has_rows = row0 < params.q_len;
     const int begin = group == 0 ? 0 : stream.offset1, end = has_rows ? begin + stream.tiles : begin;
-    if (has_rows) ptx::mbarrier_wait(ptx::smem_address(&smem.query_full[group]), 0);
+    if (has_rows) {
+      ptx::mbarrier_wait(ptx::smem_address(&smem.query_full[group]), 0);
+      if constexpr (kHoldQuery) load_query();
+    }
     if (take_turns && group == 1) ptx::barrier_arrive(kTurn + 0, kGroups * kWarpgroup);
 
     Ring at, before;
     int position = 0;
-    for (; position < begin; ++position, at.advance()) pass_tile<kVotes>(0, position, at);
-    bool pending = false;
-    for (; position < end; ++position, before = at, at.advance()) {
+    bool owes_value = false, pending = false;  // V of the tile before: skipped, and not handed back yet; kept, and P V of it due
+    for (; position < begin; ++position, before = at, at.advance(), owes_value = true) pass_tile<kVotes>(position, at, before, owes_value);
+    for (; position < end; ++position, before = at, at.advance(), owes_value = !pending) {
       const int tile = stream.tile(position);
       if (pending) {
-        pending = step<true, kVotes>(tile, position, at, before);
+        pending = step<true, kVotes>(tile, position, at, before, owes_value);
       } else {
-        pending = step<false, kVotes>(tile, position, at, before);
+        pending = step<false, kVotes>(tile, position, at, before, owes_value);
       }
     }
     if (pending) {
@@ -345,9 +366,9 @@ struct Consumer {
       pv_gemm(before.stage);
       ptx::wgmma_wait<0>();
       ptx::pin(out);
-      release(smem.value_empty[before.stage][group]);
+      release(smem.value_empty[before.stage]);
     }
-    for (; position < stream.length; ++position, at.advance()) pass_tile<kVotes>(0, position, at);
+    for (; position < stream.length; ++position, before = at, at.advance(), owes_value = true) pass_tile<kVotes>(position, at, before, owes_value);
     if (take_turns && group == 0) ptx::barrier_sync(kTurn + 0, kGroups * kWarpgroup);  // takes the turn that nobody waits for
     if (has_rows) store_output();
   }

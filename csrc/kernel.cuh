@@ -30,16 +30,19 @@ __device__ __forceinline__ void produce(const Params& params, SharedMemory<Eleme
     }
   }
   RingPlace<Smem::kStages> key_at, value_at;
-  for (int position = 0; position <= stream.length; ++position) {
+  // Dense: V of a tile after K of the next, since it is needed one step later. With votes: before it, since a group that skips hands V
+  // back when it sees the next K, and must not be ahead of this thread.
+  const int lag = dense ? 1 : 0;
+  for (int position = 0; position < stream.length + lag; ++position) {
     if (position < stream.length) {
       ptx::mbarrier_wait(ptx::smem_address(&smem.key_empty[key_at.stage]), key_at.parity ^ 1);
       load_tile(smem.key[key_at.stage], &params.key_map, smem.key_full[key_at.stage], stream.tile(position), kv_head, batch);
       key_at.advance();
     }
-    if ((dense || !kLateValue) && position > 0) {  // V of a tile is needed one step after its K
-      for (int g = 0; g < kGroups; ++g) ptx::mbarrier_wait(ptx::smem_address(&smem.value_empty[value_at.stage][g]), value_at.parity ^ 1);
+    if ((dense || !kLateValue) && position >= lag) {
+      ptx::mbarrier_wait(ptx::smem_address(&smem.value_empty[value_at.stage]), value_at.parity ^ 1);
       if (!dense) ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[value_at.stage]), value_at.parity ^ 1);  // nobody awaits a skipped V
-      load_tile(smem.value[value_at.stage], &params.value_map, smem.value_full[value_at.stage], stream.tile(position - 1), kv_head, batch);
+      load_tile(smem.value[value_at.stage], &params.value_map, smem.value_full[value_at.stage], stream.tile(position - lag), kv_head, batch);
       value_at.advance();
     }
   }
@@ -75,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
       ptx::mbarrier_init(ptx::smem_address(&smem.key_full[s]), 1);
       ptx::mbarrier_init(ptx::smem_address(&smem.key_empty[s]), kConsumerWarps);
       ptx::mbarrier_init(ptx::smem_address(&smem.value_full[s]), dense || !kLateValue ? 1 : kGroups);
-      for (int g = 0; g < kGroups; ++g) ptx::mbarrier_init(ptx::smem_address(&smem.value_empty[s][g]), kConsumerWarps / kGroups);
+      ptx::mbarrier_init(ptx::smem_address(&smem.value_empty[s]), kConsumerWarps);
       smem.value_claim[s] = 0;
     }
     ptx::mbarrier_init_fence();

@@ -23,6 +23,10 @@ enum NamedBarrier : int { kVote = 1, kTurn = 3 };
 #define LATE_VALUE true
 #endif
 constexpr bool kLateValue = LATE_VALUE;
+#ifndef QUERY_REGS
+#define QUERY_REGS false
+#endif
+constexpr bool kQueryInRegisters = QUERY_REGS;
 
 template <int kHeadDim>
 struct Plan {
@@ -43,7 +47,7 @@ struct __align__(1024) SharedMemory {
   uint64_t key_full[kStages];
   uint64_t key_empty[kStages];
   uint64_t value_full[kStages];
-  uint64_t value_empty[kStages][kGroups];
+  uint64_t value_empty[kStages];
   uint32_t value_claim[kStages];             // 1 + the last stream position whose V was asked for into this stage
   alignas(16) float key_bias[kGroups][kTileKeys];        // masked kernel: what to add to a key's scores, log2 units; -inf masks
 };

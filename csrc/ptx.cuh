@@ -65,6 +65,11 @@ __device__ __forceinline__ void tma_load(uint32_t target_smem, const CUtensorMap
 }
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
+// Four 8x8 matrices of two-byte elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrix(uint32_t* x, uint32_t row_smem) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row_smem) : "memory");
+}
+
 // ---- registers of a warpgroup ----
 
 template <int kRegisters>
@@ -150,6 +155,21 @@ __device__ __forceinline__ void wgmma_scores(float (&scores)[64], uint64_t a, ui
     PTX_SCORES("f16");
   } else {
     PTX_SCORES("bf16");
+  }
+}
+
+// The same with A from registers.
+#define PTX_SCORES_RS(TYPE)                                                                                                     \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE              \
+               " " PTX_REGISTERS_64 ", {%64, %65, %66, %67}, %68, p, 1, 1, 0; }"                                               \
+               : PTX_F64(scores)                                                                                                \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAccumulate))
+template <typename Element, int kAccumulate>
+__device__ __forceinline__ void wgmma_scores(float (&scores)[64], const uint32_t* a, uint64_t b) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    PTX_SCORES_RS("f16");
+  } else {
+    PTX_SCORES_RS("bf16");
   }
 }
 
