@@ -14,6 +14,8 @@ from torch import nn
 
 from skip_attn_compile.timestep import SPECS, TimestepSpec, current, float32, is_dense, spec_of, timestep
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # diffusers' schedulers and a newer numpy
+
 ABOVE_97 = 0.97 + 6e-8  # one float32 above float32(0.97)
 
 
