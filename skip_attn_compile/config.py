@@ -69,7 +69,8 @@ class Calibration(Checked):
         threshold = min(threshold, 1.0)
         if threshold <= 0 or self.b == 0:
             return 0.0
-        return min(max(math.log(threshold * kv_len / self.a) / self.b, 0.0), 1.0)
+        logarithm = math.log(threshold) + math.log(kv_len) - math.log(self.a)  # the quotient itself may leave the range of a float
+        return min(max(logarithm / self.b, 0.0), 1.0)
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class SkipConfig(Checked):
     checkpoint_ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        set_field = lambda name, value: object.__setattr__(self, name, value)
         set_field("threshold", check_threshold(self.threshold))
         set_field("target_sparsity", check_target_sparsity(self.target_sparsity))
         _check_calibration(self.calibration)

@@ -9,7 +9,8 @@ float32 [] or [B]; out [B,Hq,Sq,Dv] in query's dtype and dimension order, lse fl
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -32,28 +33,37 @@ _MEMORY_ORDERS = ((0, 2, 1), (0, 1, 2), (2, 0, 1), (2, 1, 0), (1, 0, 2), (1, 2, 
 
 def output_stride(query: Tensor, value_dim: int) -> tuple[int, ...]:
     """Strides of the result [B,Hq,Sq,Dv]: query's dimension order where query [B,Hq,Sq,D] is dense, else [B,Sq,Hq,Dv] memory."""
-    order = next((o for o in _MEMORY_ORDERS if _is_dense(query, o)), _MEMORY_ORDERS[0])
-    stride = [0, 0, 0, 1]
-    step = value_dim
-    for dim in reversed(order):
-        stride[dim] = step
-        step *= query.shape[dim]
-    return tuple(stride)
+    return _output_stride(query.shape, query.stride(), value_dim)
 
 
 def empty_output(query: Tensor, value_dim: int) -> Tensor:
-    """An uninitialised result for `query`; the fake and every implementation allocate through this one function."""
-    return torch.empty_strided((*query.shape[:3], value_dim), output_stride(query, value_dim), dtype=query.dtype, device=query.device)
+    """An uninitialised result for `query`, for implementations to fill; its strides are those of the fake."""
+    shape = query.shape
+    stride = _cached_output_stride(shape, query.stride(), value_dim)
+    return torch.empty_strided((*shape[:3], value_dim), stride, dtype=query.dtype, device=query.device)
 
 
-def _is_dense(query: Tensor, order: tuple[int, int, int]) -> bool:
-    step = query.shape[3]
-    if not _known(query.stride(3) == 1):
+def _output_stride(shape: Sequence[int], stride: Sequence[int], value_dim: int) -> tuple[int, ...]:
+    order = next((order for order in _MEMORY_ORDERS if _is_dense(shape, stride, order)), _MEMORY_ORDERS[0])
+    result = [0, 0, 0, 1]
+    step = value_dim
+    for dim in reversed(order):
+        result[dim] = step
+        step *= shape[dim]
+    return tuple(result)
+
+
+_cached_output_stride = lru_cache(maxsize=4096)(_output_stride)  # 11 us without the cache, on every call
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int]) -> bool:
+    step = shape[3]
+    if not _known(stride[3] == 1):
         return False
     for dim in reversed(order):
-        if not _known(query.shape[dim] == 1) and not _known(query.stride(dim) == step):
+        if not _known(shape[dim] == 1) and not _known(stride[dim] == step):
             return False
-        step = step * query.shape[dim]
+        step = step * shape[dim]
     return True
 
 
@@ -140,21 +150,74 @@ def _attention(
     tile_order: str,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _raise_if_gradient_needed(query, key, value, attn_mask)
+    # All that decides who runs the call, as one key: deciding anew takes 20 us, looking it up 5.
+    layout = (query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(), query.dtype, query.device)
+    aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
+    mask = None if attn_mask is None else attn_mask.shape
+    call = (layout, aligned, mask, query_mask is None, is_causal, tile_order, implementation)
+    run = _run_of_call.get(call)
+    if run is None:
+        check_inputs(query, key, value, threshold, attn_mask, query_mask)
+        run = _choose_run(query, key, value, attn_mask, query_mask is not None, aligned, is_causal, tile_order, implementation)
+        if len(_run_of_call) >= _CALLS_REMEMBERED:
+            _run_of_call.clear()
+        _run_of_call[call] = run
+    if run is _reference_run():
+        # Kernels check what they must on their own; these checks take 30 us.
+        check_inputs(query, key, value, threshold, attn_mask, query_mask)
+    else:
+        attn_mask = None if attn_mask is None else attn_mask.expand(query.shape[0], 1, 1, key.shape[2])
+        query_mask = None if query_mask is None else query_mask.expand(query.shape[0], 1, query.shape[2], 1)
+    return run(query, key, value, threshold, attn_mask, query_mask, is_causal, default_scale(query, scale), tile_order)
+
+
+_run_of_call: dict[tuple[Any, ...], Callable[..., tuple[Tensor, Tensor, Tensor]]] = {}
+_CALLS_REMEMBERED = 4096
+
+
+def _choose_run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    query_mask: bool,
+    aligned: bool,
+    is_causal: bool,
+    tile_order: str,
+    implementation: str,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """What runs a call; ValueError where nothing can. Logs once for each kind of call that falls back to the reference."""
     from skip_attn_compile import kernels
 
-    if not query.dim() == key.dim() == value.dim() == 4:
-        check_inputs(query, key, value, threshold, attn_mask, query_mask)
-    problem = kernels.Problem.of(query, key, value, attn_mask, query_mask is not None, is_causal, tile_order)
-    chosen = kernels.choose_cached(problem, implementation)
+    problem = kernels.Problem.of(query, key, value, attn_mask, query_mask, is_causal, tile_order)
+    problem = problem._replace(aligned=problem.aligned and aligned)
+    chosen = kernels.choose(problem, implementation, explicit_call=True)
     if isinstance(chosen, list):
-        check_inputs(query, key, value, threshold, attn_mask, query_mask)  # the better message, where the tensors are at fault
         raise ValueError(f"implementation {implementation!r} cannot run this attention: {'; '.join(chosen) or 'no such implementation'}")
-    if chosen.name == "reference":
-        # The kernels check what they must on their own; 30 us of checks in Python do not matter here, and would matter there.
-        check_inputs(query, key, value, threshold, attn_mask, query_mask)
-        if implementation == "auto" and problem.device_type != "cpu":
-            _warn_slow(problem)
-    return chosen.run(query, key, value, threshold, attn_mask, query_mask, is_causal, default_scale(query, scale), tile_order)
+    if chosen.name == "reference" and implementation == "auto" and problem.device_type != "cpu":
+        why = kernels.choose(problem)
+        log.warning("skip-softmax attention runs on the slow reference implementation: %s", "; ".join(why) if isinstance(why, list) else "")
+    return chosen.run
+
+
+@cache
+def _reference_run() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    from skip_attn_compile.kernels import reference
+
+    return reference.IMPLEMENTATION.run
+
+
+def _raise_if_gradient_needed(*inputs: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
+        raise RuntimeError(
+            "skip_attn_compile::attention has no derivative, but grad mode is on and an input requires grad; "
+            "run under torch.no_grad() or torch.inference_mode(), or use F.scaled_dot_product_attention for training"
+        )
+
+
+# Autograd adds nothing: kernel and fake raise where a gradient would be needed. A kernel of its own for that, in Python, takes 6 us.
+_library.impl("attention", torch.library.fallthrough_kernel, "Autograd")
 
 
 @torch.library.register_fake("skip_attn_compile::attention", lib=_library)
@@ -170,41 +233,16 @@ def _attention_fake(
     tile_order: str,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _raise_if_gradient_needed(query, key, value, attn_mask)
     check_inputs(query, key, value, threshold, attn_mask, query_mask)
     batch, heads, rows, _ = query.shape
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=query.device)
     counts = torch.empty((batch, heads, 2), dtype=torch.int32, device=query.device)
-    return empty_output(query, value.shape[3]), lse, counts
-
-
-@torch.library.impl(_library, "attention", "Autograd")
-def _attention_autograd(
-    query: Tensor, key: Tensor, value: Tensor, threshold: Tensor, attn_mask: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    if torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad or (attn_mask is not None and attn_mask.requires_grad)
-    ):
-        raise RuntimeError(
-            "skip_attn_compile::attention has no derivative, but grad mode is on and an input requires grad; "
-            "run under torch.no_grad() or torch.inference_mode(), or use F.scaled_dot_product_attention for training"
-        )
-    with torch._C._AutoDispatchBelowAutograd():
-        return attention(query, key, value, threshold, attn_mask, *rest)
+    size = (batch, heads, rows, value.shape[3])
+    out = torch.empty_strided(size, output_stride(query, value.shape[3]), dtype=query.dtype, device=query.device)
+    return out, lse, counts
 
 
 def default_scale(query: Tensor, scale: float | None) -> float:
     """SDPA's default, 1/sqrt(head_dim), where no scale is given."""
     return query.shape[3] ** -0.5 if scale is None else scale
-
-
-_warned_slow: set[object] = set()
-
-
-def _warn_slow(problem: tuple) -> None:
-    from skip_attn_compile import kernels
-
-    if problem not in _warned_slow:
-        _warned_slow.add(problem)
-        why = kernels.choose(kernels.Problem(*problem))
-        reasons = "; ".join(why) if isinstance(why, list) else "unknown"
-        log.warning("skip-softmax attention runs on the slow reference implementation: %s", reasons)

@@ -6,14 +6,16 @@ beside this one and one line to `implementations`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 RunAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool, float, str], tuple[Tensor, Tensor, Tensor]]
-"""(query, key, value, threshold, attn_mask, query_mask, is_causal, scale, tile_order) -> (out, lse, counts), shapes as in ops.py."""
+"""(query, key, value, threshold, attn_mask, query_mask, is_causal, scale, tile_order) -> (out, lse, counts), shapes as in ops.py.
+
+The operator gives kernels a key mask as [B,1,1,Skv] and a query mask as [B,1,Sq,1], expanded."""
 
 
 class Problem(NamedTuple):
@@ -120,12 +122,6 @@ def choose(problem: Problem, name: str = "auto", *, explicit_call: bool = False)
             return implementation
         reasons += found
     return reasons
-
-
-@lru_cache(maxsize=4096)
-def choose_cached(problem: Problem, name: str) -> Implementation | list[str]:
-    """`choose` for calls of the operator, once per kind of call: the operator's host time is counted in microseconds."""
-    return choose(problem, name, explicit_call=True)
 
 
 def mask_kind(mask: Tensor | None) -> str:
