@@ -52,10 +52,17 @@ struct Stream {
 
 template <typename Element, int kHeadDim, bool kMasked>
 struct Consumer {
-  using Smem = SharedMemory<Element, kHeadDim>;
-  using Ring = RingPlace<Smem::kStages>;
-  static constexpr int kPanels = Smem::kPanels;
-  static constexpr bool kHoldQuery = kQueryInRegisters && !kMasked;
+  using Smem = SharedMemory<Element, kHeadDim, kMasked>;
+  static constexpr bool kHoldQuery = !kMasked;
+  static constexpr int kQueryPanelBytes = kGroupRows * kPanel * sizeof(Element);
+
+  // Where a group is in the stream: the buffers of this tile's K and V, and of the V that is due next. `value` is a place in the shared
+  // ring, or (kOwnValues) among the group's own two buffers, where it moves on with every tile kept.
+  template <bool kOwnValues>
+  struct Places {
+    RingPlace<Smem::kKeyStages> key;
+    RingPlace<kOwnValues ? 2 : Smem::kValueStages> value, due;
+  };
 
   const Params& params;
   Smem& smem;
@@ -95,18 +102,18 @@ struct Consumer {
 
   // ---- Q from shared memory to registers, as wgmma takes its A operand: a third less shared-memory traffic in Q K^T ----
   __device__ __forceinline__ void load_query() {
-    const uint32_t base = ptx::smem_address(smem.query[group]);
+    const uint32_t base = ptx::smem_address(smem.query(group));
     const int local = (thread / 32) * 16 + thread % 16;
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; ++d) {
       const int chunk = (d % 4) * 2 + (thread % 32) / 16;  // of 16 bytes in the swizzled row
-      ptx::load_matrix(&query[4 * d], base + (d / 4) * sizeof(smem.query[0][0]) + local * 128 + ((chunk ^ (local & 7)) << 4));
+      ptx::load_matrix(&query[4 * d], base + (d / 4) * kQueryPanelBytes + local * 128 + ((chunk ^ (local & 7)) << 4));
     }
   }
 
   // ---- scores = Q K^T, [64 x 128], D / 16 steps; issued, not awaited ----
   __device__ __forceinline__ void qk_gemm(int stage) {
-    const uint64_t q = ptx::descriptor(ptx::smem_address(smem.query[group]), 0);
+    const uint64_t q = ptx::descriptor(ptx::smem_address(smem.query(group)), 0);
     const uint64_t k = ptx::descriptor(ptx::smem_address(smem.key[stage]), 0);
     ptx::wgmma_fence();
     if constexpr (kHoldQuery) {
@@ -118,7 +125,7 @@ struct Consumer {
 #pragma unroll
     for (int d = 1; d < kHeadDim / 16; ++d) {
       const int inside = (d % 4) * (32 >> 4);  // 16 elements further in the 128-byte row, in descriptor units of 16 bytes
-      ptx::wgmma_scores<Element, 1>(scores, q + inside + (d / 4) * (sizeof(smem.query[0][0]) >> 4), k + inside + (d / 4) * (sizeof(smem.key[0][0]) >> 4));
+      ptx::wgmma_scores<Element, 1>(scores, q + inside + (d / 4) * (kQueryPanelBytes >> 4), k + inside + (d / 4) * (sizeof(smem.key[0][0]) >> 4));
     }
     }
     ptx::wgmma_commit();
@@ -181,8 +188,8 @@ struct Consumer {
     }
   }
 
-  // ---- the largest score of each of the thread's rows in this tile; the four lanes of a row agree ----
-  __device__ __forceinline__ void row_max(float (&tile_max)[2]) const {
+  // ---- the largest of the thread's own scores of each of its rows ----
+  __device__ __forceinline__ void own_max(float (&tile_max)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float even = scores[2 * i], odd = scores[2 * i + 1];
@@ -191,32 +198,38 @@ struct Consumer {
         even = ptx::max_nan(even, scores[4 * j + 2 * i]);
         odd = ptx::max_nan(odd, scores[4 * j + 2 * i + 1]);
       }
-      float m = ptx::max_nan(even, odd);
-      m = ptx::max_nan(m, __shfl_xor_sync(~0u, m, 1));
-      tile_max[i] = ptx::max_nan(m, __shfl_xor_sync(~0u, m, 2));
+      tile_max[i] = ptx::max_nan(even, odd);
     }
   }
 
+  // ---- over the four lanes that share a row ----
+  __device__ __forceinline__ float row_max(float x) const {
+    x = ptx::max_nan(x, __shfl_xor_sync(~0u, x, 1));
+    return ptx::max_nan(x, __shfl_xor_sync(~0u, x, 2));
+  }
+
   // The skip decision of one (64-row group, 128-key tile) pair, uniform over the warpgroup:
-  //     skip  <=>  for all rows i:  (tile_max[i] - max(m[i], tile_max[i])) * unit < log2(lambda)   or   tile_max[i] = -inf
-  // Strict, and log2(lambda) <= 0: a tile that raises or equals a row's maximum stays. A NaN makes the comparison false, so its row
-  // objects. Rows past the end and masked query rows have no vote. No exp is needed.
-  __device__ __forceinline__ bool skip_vote(const float (&tile_max)[2], const float (&new_max)[2]) const {
+  //     skip  <=>  for all rows i:  tile_max[i] - max(m[i], tile_max[i]) < ln(lambda)   or   tile_max[i] = -inf
+  // Since ln(lambda) <= 0 and the comparison is strict, a row agrees iff tile_max[i] - m[i] < ln(lambda): a tile that raises or equals a
+  // maximum stays. That in turn holds iff it holds for each lane's own part of the row, so no shuffle and no exp is needed. A NaN makes
+  // it false, so its row objects. Rows past the end and masked query rows have no vote. Units: log2.
+  __device__ __forceinline__ bool skip_vote(const float (&tile_max)[2]) const {
     bool agree = true;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      agree = agree && (!row_votes[i] || tile_max[i] == -kInfinity || (tile_max[i] - new_max[i]) * unit < log2_threshold);
+      agree = agree && (!row_votes[i] || tile_max[i] == -kInfinity || (tile_max[i] - running_max[i]) * unit < log2_threshold);
     }
     return ptx::barrier_all(kVote + group, kWarpgroup, agree);
   }
 
   // ---- scores become exp(scores - m_new); returns what the past is to be multiplied with, exp(m - m_new) ----
-  __device__ __forceinline__ void softmax_step(const float (&new_max)[2], float (&rescale)[2]) {
+  __device__ __forceinline__ void softmax_step(const float (&tile_max)[2], float (&rescale)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float base = kMasked && new_max[i] == -kInfinity ? 0.f : new_max[i] * unit;
+      const float new_max = ptx::max_nan(running_max[i], row_max(tile_max[i]));
+      const float base = kMasked && new_max == -kInfinity ? 0.f : new_max * unit;
       rescale[i] = ptx::exp2_approx(running_max[i] * unit - base);
-      running_max[i] = new_max[i];
+      running_max[i] = new_max;
       float sum[2] = {0.f, 0.f};
 #pragma unroll
       for (int j = 0; j < kTileKeys / 8; ++j) {
@@ -256,52 +269,59 @@ struct Consumer {
     if (take_turns) ptx::barrier_arrive(kTurn + (group ^ 1), kGroups * kWarpgroup);
   }
 
-  // After the vote, one thread: V of this tile is loaded by the first group that keeps it, and never if both skip. `value_full` counts
-  // one arrival of each group, `value_empty` four (warps) of each; a group that runs ahead waits here until the stage's past use is over.
-  __device__ __forceinline__ void request_value(bool keep, int tile, int position, Ring at) const {
-    if (thread != 0) return;
-    const uint32_t full = ptx::smem_address(&smem.value_full[at.stage]);
-    ptx::mbarrier_wait(ptx::smem_address(&smem.value_empty[at.stage]), at.parity ^ 1);
-    if (!keep) {
-      ptx::mbarrier_arrive(full);
-      ptx::mbarrier_arrive(ptx::smem_address(&smem.value_empty[at.stage]), 4);
-    } else if (atomicExch(&smem.value_claim[at.stage], position + 1) == position + 1) {
-      ptx::mbarrier_arrive(full);
-    } else {
-      load_tile(smem.value[at.stage], &params.value_map, smem.value_full[at.stage], tile, kv_head, batch);
-    }
+  // Which of the value buffers a place means.
+  template <bool kOwnValues, typename Place>
+  __device__ __forceinline__ int buffer(Place at) const {
+    return kOwnValues ? group + kGroups * at.stage : at.stage;
+  }
+
+  // One thread, after a vote to keep: V of the tile into the group's own buffer. Its use before last is over: P V of it was awaited
+  // before the vote that all warps have just left.
+  template <typename Place>
+  __device__ __forceinline__ void load_own_value(int tile, Place at) const {
+    if (thread == 0) load_tile(smem.value[buffer<true>(at)], &params.value_map, smem.value_full[buffer<true>(at)], tile, kv_head, batch);
+  }
+
+  template <bool kOwnValues>
+  __device__ __forceinline__ void issue_due_pv(const Places<kOwnValues>& at) {
+    const int buffer = this->buffer<kOwnValues>(at.due);
+    ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[buffer]), at.due.parity);
+    pv_gemm(buffer);
+  }
+  template <bool kOwnValues>
+  __device__ __forceinline__ void await_due_pv(const Places<kOwnValues>& at) {
+    ptx::wgmma_wait<0>();
+    ptx::pin(out);
+    if constexpr (!kOwnValues) release(smem.value_empty[at.due.stage]);
   }
 
   // ---- one key tile; returns whether it was kept, that is whether P V of it is due in the next step ----
-  // kPending: P V of the step before is due, and runs beside this step's Q K^T and its softmax.
-  template <bool kPending, bool kVotes>
-  __device__ __forceinline__ bool step(int tile, int position, Ring at, Ring before, bool owes_value) {
+  // kPending: P V of the step before is due, and runs beside this step's Q K^T and its softmax. `owes_value` (shared ring): V of the tile
+  // before was skipped; it is handed back now that this tile's K shows that the producer is past it.
+  template <bool kPending, bool kVotes, bool kOwnValues>
+  __device__ __forceinline__ bool step(int tile, Places<kOwnValues>& at, bool owes_value) {
     if constexpr (kMasked) stage_key_bias(tile);
-    ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.stage]), at.parity);
-    if (!kPending && kVotes && !kLateValue && owes_value) release(smem.value_empty[before.stage]);
-    wait_for_turn();
-    qk_gemm(at.stage);
-    if constexpr (kPending) {
-      ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[before.stage]), before.parity);
-      pv_gemm(before.stage);
+    ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity);
+    if constexpr (!kPending && kVotes && !kOwnValues) {
+      if (owes_value) release(smem.value_empty[at.due.stage]);
     }
+    wait_for_turn();
+    qk_gemm(at.key.stage);
+    if constexpr (kPending) issue_due_pv<kOwnValues>(at);
     pass_turn();
     ptx::wgmma_wait<kPending ? 1 : 0>();
     ptx::pin(scores);
-    release(smem.key_empty[at.stage]);
+    release(smem.key_empty[at.key.stage]);
 
     mask_scores(tile);
-    float tile_max[2], new_max[2], rescale[2];
-    row_max(tile_max);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) new_max[i] = ptx::max_nan(running_max[i], tile_max[i]);
+    float tile_max[2], rescale[2];
+    own_max(tile_max);
     // Without a vote: true, but not known to the compiler. The branch keeps the exps ahead of the wait for P V that runs beside them;
     // without one ptxas moves the wait up and the two run one after the other.
     bool keep = params.q_blocks > 0;
     ++visited;
     if constexpr (kVotes) {
-      keep = !skip_vote(tile_max, new_max);
-      if constexpr (kLateValue) request_value(keep, tile, position, at);
+      keep = !skip_vote(tile_max);
       if (!keep) {
         bool masked = false;
         if constexpr (kMasked) {
@@ -309,14 +329,12 @@ struct Consumer {
           masked = !ptx::barrier_any(kVote + group, kWarpgroup, any);
         }
         masked ? --visited : ++skipped;
+      } else if constexpr (kOwnValues) {
+        load_own_value(tile, at.value);
       }
     }
-    if (keep) softmax_step(new_max, rescale);
-    if constexpr (kPending) {
-      ptx::wgmma_wait<0>();
-      ptx::pin(out);
-      release(smem.value_empty[before.stage]);
-    }
+    if (keep) softmax_step(tile_max, rescale);
+    if constexpr (kPending) await_due_pv<kOwnValues>(at);
     if (keep || !kVotes) {
       rescale_out(rescale);
       pack_weights();
@@ -325,58 +343,65 @@ struct Consumer {
   }
 
   // ---- a tile of the other group alone: hand its buffers on ----
-  template <bool kVotes>
-  __device__ __forceinline__ void pass_tile(int position, Ring at, Ring before, bool owes_value) {
-    ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.stage]), at.parity);
-    release(smem.key_empty[at.stage]);
-    if constexpr (kVotes && kLateValue) {
-      request_value(false, 0, position, at);
-    } else if constexpr (kVotes) {
-      if (owes_value) release(smem.value_empty[before.stage]);
+  template <bool kVotes, bool kOwnValues>
+  __device__ __forceinline__ void pass_tile(const Places<kOwnValues>& at, bool owes_value) {
+    ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity);
+    release(smem.key_empty[at.key.stage]);
+    if constexpr (kOwnValues) return;
+    if constexpr (kVotes) {
+      if (owes_value) release(smem.value_empty[at.due.stage]);
     } else {
-      ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.stage]), at.parity);
-      release(smem.value_empty[at.stage]);
+      ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity);
+      release(smem.value_empty[at.value.stage]);
     }
   }
 
   template <bool kVotes>
   __device__ __forceinline__ void run(const Stream& stream) {
+    constexpr bool kOwnValues = kVotes && !kMasked;
     const bool has_rows = row0 < params.q_len;
     const int begin = group == 0 ? 0 : stream.offset1, end = has_rows ? begin + stream.tiles : begin;
     if (has_rows) {
       ptx::mbarrier_wait(ptx::smem_address(&smem.query_full[group]), 0);
       if constexpr (kHoldQuery) load_query();
     }
+    if constexpr (kHoldQuery) release(smem.query_free);
     if (take_turns && group == 1) ptx::barrier_arrive(kTurn + 0, kGroups * kWarpgroup);
 
-    Ring at, before;
+    Places<kOwnValues> at;
+    bool pending = false, owes_value = false;  // V of the tile before: P V of it is due; skipped, and not handed back yet
+    const auto advance = [&] {
+      at.key.advance();
+      at.due = at.value;
+      if (!kOwnValues || pending) at.value.advance();
+      owes_value = !pending;
+    };
     int position = 0;
-    bool owes_value = false, pending = false;  // V of the tile before: skipped, and not handed back yet; kept, and P V of it due
-    for (; position < begin; ++position, before = at, at.advance(), owes_value = true) pass_tile<kVotes>(position, at, before, owes_value);
-    for (; position < end; ++position, before = at, at.advance(), owes_value = !pending) {
+    for (; position < begin; ++position, advance()) pass_tile<kVotes, kOwnValues>(at, owes_value);
+    for (; position < end; ++position, advance()) {
       const int tile = stream.tile(position);
       if (pending) {
-        pending = step<true, kVotes>(tile, position, at, before, owes_value);
+        pending = step<true, kVotes, kOwnValues>(tile, at, owes_value);
       } else {
-        pending = step<false, kVotes>(tile, position, at, before, owes_value);
+        pending = step<false, kVotes, kOwnValues>(tile, at, owes_value);
       }
     }
     if (pending) {
-      ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[before.stage]), before.parity);
-      pv_gemm(before.stage);
-      ptx::wgmma_wait<0>();
-      ptx::pin(out);
-      release(smem.value_empty[before.stage]);
+      issue_due_pv<kOwnValues>(at);
+      await_due_pv<kOwnValues>(at);
+      pending = owes_value = false;
     }
-    for (; position < stream.length; ++position, before = at, at.advance(), owes_value = true) pass_tile<kVotes>(position, at, before, owes_value);
+    for (; position < stream.length; ++position, advance()) pass_tile<kVotes, kOwnValues>(at, owes_value);
     if (take_turns && group == 0) ptx::barrier_sync(kTurn + 0, kGroups * kWarpgroup);  // takes the turn that nobody waits for
+    if constexpr (!kVotes) ptx::barrier_sync(kDone, kGroups * kWarpgroup);  // the output leaves through a buffer of the shared ring
     if (has_rows) store_output();
   }
 
   // ---- out / sum, through the group's own part of shared memory so that global stores are 16 bytes a thread and whole rows ----
   __device__ __forceinline__ void store_output() {
     constexpr int kChunks = kHeadDim / 8;  // of 16 bytes a row; swizzled by the row, or eight rows would meet in the same banks
-    char* staged = reinterpret_cast<char*>(smem.query[group]);
+    char* staged = reinterpret_cast<char*>(smem.query(group));
+    ptx::barrier_sync(kVote + group, kWarpgroup);  // no warp's product reads that memory any more
     float* lse = params.lse + (int64_t{batch} * params.heads + head) * params.q_len;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

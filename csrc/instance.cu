@@ -7,17 +7,18 @@
 template <ElementType kType, int kHeadDim>
 cudaError_t launch(const Params& params, bool masked, unsigned blocks, int device, cudaStream_t stream) {
   using Element = std::conditional_t<kType == ElementType::kBFloat16, __nv_bfloat16, __half>;
-  constexpr int kBytes = sizeof(SharedMemory<Element, kHeadDim>);
-  static_assert(kBytes <= 227 * 1024);
+  constexpr int kPlainBytes = sizeof(SharedMemory<Element, kHeadDim, false>), kMaskedBytes = sizeof(SharedMemory<Element, kHeadDim, true>);
+  static_assert(kPlainBytes <= 227 * 1024 && kMaskedBytes <= 227 * 1024);
+  const int bytes = masked ? kMaskedBytes : kPlainBytes;
   constexpr int kMaxDevices = 64;
   static std::atomic<bool> prepared[kMaxDevices][2];  // more than 48 KB of shared memory must be asked for, once per device and kernel
   const auto kernel = masked ? attention_kernel<Element, kHeadDim, true> : attention_kernel<Element, kHeadDim, false>;
   if (device >= kMaxDevices || !prepared[device][masked].load(std::memory_order_acquire)) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
     if (device < kMaxDevices) prepared[device][masked].store(true, std::memory_order_release);
   }
-  kernel<<<blocks, kThreads, kBytes, stream>>>(params);
+  kernel<<<blocks, kThreads, bytes, stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -17,31 +17,32 @@ __device__ __forceinline__ void load_tile(Element (&target)[kPanels][kTileKeys][
 
 #include "consumer.cuh"
 
-// One thread: Q of both groups once, then K of every tile; V too if nothing is voted on (else a consumer asks for it after its vote).
-template <typename Element, int kHeadDim>
-__device__ __forceinline__ void produce(const Params& params, SharedMemory<Element, kHeadDim>& smem, const Stream& stream, int batch, int head, int row0, bool dense) {
-  using Smem = SharedMemory<Element, kHeadDim>;
+// One thread: Q of both groups once, then K of every tile, and V where the groups share it.
+template <bool kMasked, typename Smem>
+__device__ __forceinline__ void produce(const Params& params, Smem& smem, const Stream& stream, int batch, int head, int row0, bool dense) {
   const int kv_head = head / params.heads_per_kv_head;
   for (int group = 0; group < kGroups && row0 + group * kGroupRows < params.q_len; ++group) {
     const uint32_t full = ptx::smem_address(&smem.query_full[group]);
-    ptx::mbarrier_arrive_expect_bytes(full, sizeof(smem.query[group]));
+    ptx::mbarrier_arrive_expect_bytes(full, sizeof(typename Smem::Query));
     for (int panel = 0; panel < Smem::kPanels; ++panel) {
-      ptx::tma_load(ptx::smem_address(smem.query[group][panel]), &params.query_map, full, panel * kPanel, row0 + group * kGroupRows, head, batch);
+      ptx::tma_load(ptx::smem_address(smem.query(group)[panel]), &params.query_map, full, panel * kPanel, row0 + group * kGroupRows, head, batch);
     }
   }
-  RingPlace<Smem::kStages> key_at, value_at;
+  RingPlace<Smem::kKeyStages> key_at;
+  RingPlace<Smem::kValueStages> value_at;
   // Dense: V of a tile after K of the next, since it is needed one step later. With votes: before it, since a group that skips hands V
   // back when it sees the next K, and must not be ahead of this thread.
-  const int lag = dense ? 1 : 0;
+  const int lag = kMasked ? 0 : 1;
   for (int position = 0; position < stream.length + lag; ++position) {
     if (position < stream.length) {
       ptx::mbarrier_wait(ptx::smem_address(&smem.key_empty[key_at.stage]), key_at.parity ^ 1);
       load_tile(smem.key[key_at.stage], &params.key_map, smem.key_full[key_at.stage], stream.tile(position), kv_head, batch);
       key_at.advance();
     }
-    if ((dense || !kLateValue) && position >= lag) {
+    if ((dense || kMasked) && position >= lag) {
+      if (!kMasked && position == lag) ptx::mbarrier_wait(ptx::smem_address(&smem.query_free), 0);  // Q came through two of these buffers
       ptx::mbarrier_wait(ptx::smem_address(&smem.value_empty[value_at.stage]), value_at.parity ^ 1);
-      if (!dense) ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[value_at.stage]), value_at.parity ^ 1);  // nobody awaits a skipped V
+      if (kMasked) ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[value_at.stage]), value_at.parity ^ 1);  // nobody awaits a skipped V
       load_tile(smem.value[value_at.stage], &params.value_map, smem.value_full[value_at.stage], stream.tile(position - lag), kv_head, batch);
       value_at.advance();
     }
@@ -51,16 +52,9 @@ __device__ __forceinline__ void produce(const Params& params, SharedMemory<Eleme
 // NaN and negative act as 0, more than 1 as 1.
 __device__ __forceinline__ float clamp_threshold(float lambda) { return lambda > 0.f ? fminf(lambda, 1.f) : 0.f; }
 
-#ifndef TURNS_DENSE
-#define TURNS_DENSE true
-#endif
-#ifndef TURNS_VOTE
-#define TURNS_VOTE true
-#endif
-
 template <typename Element, int kHeadDim, bool kMasked>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ Params params) {
-  using Smem = SharedMemory<Element, kHeadDim>;
+  using Smem = SharedMemory<Element, kHeadDim, kMasked>;
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   Smem& smem = *reinterpret_cast<Smem*>(dynamic_smem);
 
@@ -74,12 +68,14 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
 
   if (threadIdx.x == 0) {
     for (int g = 0; g < kGroups; ++g) ptx::mbarrier_init(ptx::smem_address(&smem.query_full[g]), 1);
-    for (int s = 0; s < Smem::kStages; ++s) {
+    ptx::mbarrier_init(ptx::smem_address(&smem.query_free), kConsumerWarps);
+    for (int s = 0; s < Smem::kKeyStages; ++s) {
       ptx::mbarrier_init(ptx::smem_address(&smem.key_full[s]), 1);
       ptx::mbarrier_init(ptx::smem_address(&smem.key_empty[s]), kConsumerWarps);
-      ptx::mbarrier_init(ptx::smem_address(&smem.value_full[s]), dense || !kLateValue ? 1 : kGroups);
+    }
+    for (int s = 0; s < Smem::kValueStages; ++s) {
+      ptx::mbarrier_init(ptx::smem_address(&smem.value_full[s]), 1);
       ptx::mbarrier_init(ptx::smem_address(&smem.value_empty[s]), kConsumerWarps);
-      smem.value_claim[s] = 0;
     }
     ptx::mbarrier_init_fence();
   }
@@ -88,12 +84,12 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == 0) {
     ptx::registers_lower<kProducerRegisters>();
-    if (threadIdx.x == 0) produce<Element, kHeadDim>(params, smem, stream, batch, head, row0, dense);
+    if (threadIdx.x == 0) produce<kMasked>(params, smem, stream, batch, head, row0, dense);
   } else {
     ptx::registers_raise<kConsumerRegisters>();
     const int group = warpgroup - 1;
     const bool together = stream.offset1 == 0 && row0 + kGroupRows < params.q_len && stream.tiles > 0;
-    Consumer<Element, kHeadDim, kMasked> consumer(params, smem, batch, head, group, row0 + group * kGroupRows, together && (kMasked || (dense ? TURNS_DENSE : TURNS_VOTE)), log2f(lambda));
+    Consumer<Element, kHeadDim, kMasked> consumer(params, smem, batch, head, group, row0 + group * kGroupRows, kMasked && together, log2f(lambda));
     if constexpr (kMasked) {
       consumer.template run<true>(stream);
     } else if (dense) {

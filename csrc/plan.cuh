@@ -17,39 +17,42 @@ constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512 of the SM's 65536
 
 // Named barriers (0 is __syncthreads). Each consumer warpgroup has its own of each kind: id + group.
-enum NamedBarrier : int { kVote = 1, kTurn = 3 };
-
-#ifndef LATE_VALUE
-#define LATE_VALUE true
-#endif
-constexpr bool kLateValue = LATE_VALUE;
-#ifndef QUERY_REGS
-#define QUERY_REGS false
-#endif
-constexpr bool kQueryInRegisters = QUERY_REGS;
-
-template <int kHeadDim>
-struct Plan {
-  static constexpr int kPanels = kHeadDim / kPanel;
-  static constexpr int kStages = kHeadDim == 128 ? 3 : 4;  // of K and of V; D = 128: 32 KB of Q + 3 * (32 + 32) KB of the SM's 227 KB
-};
+enum NamedBarrier : int { kVote = 1, kTurn = 3, kDone = 5 };
 
 // Shared memory of a CTA. Every two-byte array is in panels of 64 columns, 128-byte swizzled, as TMA writes and wgmma reads it.
-template <typename Element, int kHeadDim>
+//
+// `value` is a ring that both groups share where nothing is voted on, and in the masked kernel. With votes each group has two buffers of
+// its own, group and 2 + group, and loads V of the tiles that it keeps, after its vote: a skipped tile costs no copy and no barrier.
+//
+// `query` lives in registers, except in the masked kernel, which has too few. It arrives through `value[2 + group]`, and the output leaves
+// the same way. D = 128: 3 * 32 KB of K + 4 * 32 KB of V (masked: 32 KB of Q + 3 * (32 + 32) KB) of the SM's 227 KB.
+template <typename Element_, int kHeadDim, bool kMasked>
 struct __align__(1024) SharedMemory {
-  static constexpr int kPanels = Plan<kHeadDim>::kPanels;
-  static constexpr int kStages = Plan<kHeadDim>::kStages;
+  using Element = Element_;
+  static constexpr int kPanels = kHeadDim / kPanel;
+  static constexpr int kKeyStages = kHeadDim == 128 ? 3 : 4;
+  static constexpr int kValueStages = kMasked ? 3 : 2 * kGroups;
+  using Query = Element[kPanels][kGroupRows][kPanel];
+  using Tile = Element[kPanels][kTileKeys][kPanel];
 
-  Element query[kGroups][kPanels][kGroupRows][kPanel];  // at the end of a group: its output, row-major, on its way to global memory
-  Element key[kStages][kPanels][kTileKeys][kPanel];
-  Element value[kStages][kPanels][kTileKeys][kPanel];
+  Tile key[kKeyStages];
+  Tile value[kValueStages];
+  Query masked_query[kMasked ? kGroups : 0];
   uint64_t query_full[kGroups];
-  uint64_t key_full[kStages];
-  uint64_t key_empty[kStages];
-  uint64_t value_full[kStages];
-  uint64_t value_empty[kStages];
-  uint32_t value_claim[kStages];             // 1 + the last stream position whose V was asked for into this stage
-  alignas(16) float key_bias[kGroups][kTileKeys];        // masked kernel: what to add to a key's scores, log2 units; -inf masks
+  uint64_t query_free;                       // both groups hold their query in registers
+  uint64_t key_full[kKeyStages];
+  uint64_t key_empty[kKeyStages];
+  uint64_t value_full[kValueStages];
+  uint64_t value_empty[kValueStages];
+  alignas(16) float key_bias[kGroups][kTileKeys];  // masked kernel: what to add to a key's scores, log2 units; -inf masks
+
+  __device__ __forceinline__ Query& query(int group) {
+    if constexpr (kMasked) {
+      return masked_query[group];
+    } else {
+      return reinterpret_cast<Query&>(value[kGroups + group]);
+    }
+  }
 };
 
 enum class MaskType : int { kNone = 0, kBool, kFloat32, kBFloat16, kFloat16 };
