@@ -20,7 +20,7 @@ from skip_attn_compile.report import Report
 from skip_attn_compile.rewrite import copy_graph_module, rewrite
 from skip_attn_compile.rules import Decision, decide
 from skip_attn_compile.sites import AttentionSite, find_sites
-from skip_attn_compile.summary import build_report
+from skip_attn_compile.summary import KEPT_WHEN_COMPILED, build_report
 
 log = logging.getLogger(__name__)
 
@@ -75,17 +75,25 @@ class SkipBackend:
     def update(self, *, threshold: float | None = None, target_sparsity: float | None = None) -> None:
         """Set a new operating point, lambda or a target share, from the next call on, in all threads, without a recompile.
 
-        Layers whose operating point a rule sets are not affected. Raises ValueError for a target without a calibration, and where
-        every site was kept at compile time, so that the change could take no effect.
+        Layers whose operating point a rule sets are not affected. Raises ValueError for a target without a calibration, and where the
+        change would need a recompile: for a site that was kept because the config had no operating point for it, and where every
+        site was kept.
         """
         if (threshold is None) == (target_sparsity is None):
             raise ValueError(f"update needs either threshold or target_sparsity, got {threshold!r} and {target_sparsity!r}")
         config = dataclasses.replace(self.config, threshold=threshold, target_sparsity=target_sparsity)
-        with self._lock:
-            sites = [decision for graph in self._graphs for decision in graph.decisions]
-        if sites and all(decision.kept for decision in sites):
-            raise ValueError("update cannot take effect: every site was kept as SDPA when it was compiled; see report() for the reasons")
+        self._refuse_what_needs_a_recompile(config)
         self._settings.update(config)
+
+    def _refuse_what_needs_a_recompile(self, config: SkipConfig) -> None:
+        with self._lock:
+            graphs = list(self._graphs)
+        sites = [site for graph in graphs for site in build_report([graph], config, self._models).sites]
+        frozen = [site.name for site in sites if site.decision == "kept" and site.reasons == (KEPT_WHEN_COMPILED,)]
+        if frozen:
+            raise ValueError(f"update would need a recompile: {', '.join(frozen)} {KEPT_WHEN_COMPILED}")
+        if sites and all(site.decision == "kept" for site in sites):
+            raise ValueError("update cannot take effect: every site was kept as SDPA when it was compiled; see report() for the reasons")
 
     def report(self) -> Report:
         """Every site seen so far, and its counts. Reads the device, so it waits for the work that is queued there."""

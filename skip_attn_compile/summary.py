@@ -10,6 +10,8 @@ from skip_attn_compile.live import ATTACH, GraphRecord
 from skip_attn_compile.report import UNKNOWN_LAYER, Report, SiteReport, UnmatchedPattern, nearest
 from skip_attn_compile.rules import Decision, Policy, matches, policy
 
+KEPT_WHEN_COMPILED = "kept when it was compiled, by the config and for the layers known then; torch.compiler.reset() compiles it anew"
+
 Counts = tuple[int, int, int]  # tiles visited, tiles skipped, calls clamped
 
 
@@ -41,10 +43,10 @@ def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: Know
             unknown = SiteReport(UNKNOWN_LAYER, "dense now", (ATTACH,), visited=visited, skipped=skipped, clamped=clamped)
             add(UNKNOWN_LAYER, unknown)
     report = Report(list(rows.values()), graphs=len(graphs))
-    if rows:
+    if layers:  # else no layer has a name yet, and no pattern can have missed one
         report.unmatched = unmatched_patterns(config, list(layers))
-    else:
-        report.notes.append(f"no scaled_dot_product_attention call was seen in {len(graphs)} compiled graphs")
+    if not rows:
+        report.notes.append(f"no scaled_dot_product_attention call was seen in {len(graphs)} compiled graph{'s' * (len(graphs) != 1)}")
     return report
 
 
@@ -67,7 +69,7 @@ def _site_row(decision: Decision, layer: LayerName, config: SkipConfig, counts: 
     row = SiteReport(name, "kept", reasons, kv_lens=(str(decision.kv_len),))
     if decision.kept:
         if not row.reasons:
-            row.reasons = ("kept when it was compiled, for the layers known then; torch.compiler.reset() compiles it anew",)
+            row.reasons = (KEPT_WHEN_COMPILED,)
         return row
     row.decision = "sparse" if max(asked.control) > 0 else "dense now"
     row.target_sparsity = asked.target_sparsity

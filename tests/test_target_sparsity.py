@@ -115,6 +115,14 @@ def test_update_that_cannot_take_effect_is_refused() -> None:
         be.update(threshold=0.1)
 
 
+def test_update_that_would_need_a_recompile_is_refused() -> None:
+    be, _ = recording_backend(SkipConfig(rules=(Rule("blocks.0.*", threshold=0.3),), min_kv_len=0))
+    torch.compile(dit(), backend=be)(tokens())
+    with pytest.raises(ValueError, match=r"update would need a recompile: blocks\.1\.attn1 kept when it was compiled"):
+        be.update(threshold=0.1)
+    assert be.config.threshold is None
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
