@@ -92,13 +92,14 @@ class Anchor:
     name: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Candidate:
-    """A module that may be running the graph: the frame's root, or another known module of its class."""
+    """A module that may be running the graph: the frame's root, or another known module of its class. Equal by place, not by facts."""
 
     model: KnownModel
     path: str  # within the model
-    parameters: tuple[tuple["weakref.ref[nn.Module] | None", str], ...]  # for each anchor, the owner here and the Parameter's name
+    # for each anchor, the owner here and the Parameter's name
+    parameters: tuple[tuple["weakref.ref[nn.Module] | None", str], ...] = field(compare=False)
 
     def holds(self, index: int, tensor: object) -> bool:
         """Is `tensor` the live Parameter of anchor number `index`?"""
@@ -152,10 +153,13 @@ class Frame:
             yield Candidate(_NO_MODEL, self.function, ())
             return
         for known in models.live():
-            tree = dict(known.modules())
-            for path, module in tree.items():
-                if type(module) is self.root_class and all(join(path, site) in tree for site in self.sites.values()):
-                    owners = (tree.get(join(path, anchor.owner)) for anchor in self.anchors)
+            for path, module in known.modules():
+                if type(module) is not self.root_class:
+                    continue
+                # Every name of a shared module: who shares the owner of a Parameter must be seen to hold it too.
+                tree = {clean_path(module, name): m for name, m in module.named_modules(remove_duplicate=False)}
+                if all(site in tree for site in self.sites.values()):
+                    owners = (tree.get(anchor.owner) for anchor in self.anchors)
                     references = (None if owner is None else weakref.ref(owner) for owner in owners)
                     yield Candidate(known, path, tuple(zip(references, (anchor.name for anchor in self.anchors), strict=True)))
 
@@ -237,6 +241,7 @@ class _FrameScope:
     local_modules: list[nn.Module]
     running: list[nn.Module]  # modules whose methods are on the Python stack
     found: dict[int, tuple[nn.Module, nn.Module]]  # id(module) -> (module, the tree it was found in)
+    known: dict[int, nn.Module]  # id(module) -> the known model that holds it
 
     @classmethod
     def current(cls, models: KnownModels) -> "_FrameScope":
@@ -251,7 +256,8 @@ class _FrameScope:
         for tree in (*local_modules, *known, *_modules_in(tx.f_globals.values())):
             for module in tree.modules():
                 found.setdefault(id(module), (module, tree))
-        return cls(tx.f_code.co_name, local_modules, _running_modules(), found)
+        models_of = {id(module): model for model in reversed(known) for module in model.modules()}
+        return cls(tx.f_code.co_name, local_modules, _running_modules(), found, models_of)
 
     def locate(self, ids: tuple[int, ...]) -> tuple[nn.Module | None, nn.Module | None]:
         """(the module that made a call, the tree that holds it); (None, None) for a plain function."""
@@ -263,9 +269,13 @@ class _FrameScope:
         return None, None
 
     def root_of(self, owner: nn.Module, tree: nn.Module, example_inputs: Sequence[object]) -> nn.Module:
-        """The module whose forward the frame is: the local one above `owner`, else the lowest one above every Parameter used."""
+        """The module whose forward the frame is: the local one above `owner`, else the lowest one above every Parameter used.
+
+        Where the local one is a wrapper around a model that was attached, that model.
+        """
         if any(m is tree for m in self.local_modules):
-            return tree
+            model = self.known.get(id(owner))
+            return model if model is not None and any(m is model for m in tree.modules()) else tree
         owners = [anchor.owner for anchor in _anchors(tree, example_inputs)] + [_path_within(tree, owner)]
         common = owners[0].split(".")
         for path in owners:
@@ -285,9 +295,13 @@ def _running_modules() -> list[nn.Module]:
     running: dict[int, nn.Module] = {}
     frame = sys._getframe()
     while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
-            module = unwrap(module)
-            running[id(module)] = module
+        if frame.f_code.co_varnames[:1] == ("self",):
+            values = frame.f_locals
+            module = values.get("self")
+            if isinstance(values, dict):
+                values.clear()  # before Python 3.13 it is a copy that the frame keeps: what the caller deletes would live on in it
+            if isinstance(module, nn.Module):
+                module = unwrap(module)
+                running[id(module)] = module
         frame = frame.f_back  # type: ignore[assignment]
     return list(running.values())

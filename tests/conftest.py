@@ -1,5 +1,6 @@
 """Every test starts with an empty Dynamo, a fixed seed, and no access to a model hub."""
 
+import logging
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -7,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
+logging.getLogger("torch.__trace").propagate = False  # else pytest keeps every record, and with it every graph and model
 torch.set_num_threads(1)  # small tensors: more threads only get in each other's way
 
 
