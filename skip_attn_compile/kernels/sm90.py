@@ -18,7 +18,7 @@ TILE_K = 128
 
 
 @cache
-def _attention() -> Any:  # noqa: ANN401 (a tvm_ffi.Function)
+def _attention() -> Any:  # a tvm_ffi.Function
     """The library's entry point. Building the library, where none was carried along, takes a minute or two, once per machine."""
     import tvm_ffi
 
