@@ -34,7 +34,7 @@ from tiny_wan.sampling import TOKENS_PER_FRAME, load_model, sample
 
 PICTURE = Path("out/quickstart.png")
 Video = npt.NDArray[np.float64]  # [frames, height, width, 3] in [0, 1]
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 
 
 @dataclass
