@@ -152,7 +152,7 @@ def toolchain() -> Toolchain:
 
 def sources() -> tuple[Path, ...]:
     """The files of csrc, beside the package in a checkout and inside it in a wheel."""
-    for place in (Path(__file__).parent / "_csrc", Path(__file__).parent.parent / "csrc"):
+    for place in (Path(__file__).parent / "csrc", Path(__file__).parent.parent / "csrc"):
         files = tuple(sorted(path for path in place.glob("*") if path.suffix in (".cu", ".cuh", ".h")))
         if files:
             return files
