@@ -147,4 +147,4 @@ def _row(site: SiteReport) -> tuple[str, ...]:
 
 def _count(sites: list[SiteReport]) -> str:
     parts = [f"{n} {decision}" for decision in _DECISIONS if (n := sum(site.decision == decision for site in sites))]
-    return f"{len(sites)} sites" + (f" ({', '.join(parts)})" if parts else "")
+    return f"{len(sites)} site{'s' * (len(sites) != 1)}" + (f" ({', '.join(parts)})" if parts else "")

@@ -93,8 +93,8 @@ class _Lambdas:
         return self._call(torch.select, self._of_length[self._key(site)][1], 0, index)
 
     def _key(self, site: AttentionSite) -> object:
-        mask, length = site.arguments["attn_mask"], site.kv_len
-        return mask if mask is not None else length if isinstance(length, int) else length.node.expr  # type: ignore[union-attr]
+        length = site.kv_len
+        return site.arguments["attn_mask"], length if isinstance(length, int) else length.node.expr  # type: ignore[union-attr]
 
     def _per_sample(self, site: AttentionSite) -> bool:
         """Does each sample have its own number of keys? A mask [B,1,1,Skv], B > 1, says so."""

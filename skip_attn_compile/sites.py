@@ -9,7 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-SDPA_TARGETS = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+SDPA_TARGETS = (
+    F.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
 
 Size = int | torch.SymInt
 

@@ -33,7 +33,10 @@ def recording_backend(config: SkipConfig, **keywords: Any) -> tuple[SkipBackend,
 
 def graph_text(gm: GraphModule) -> str:
     """One line for each node, `name: dtype[shape] = function(arguments)`, without the spelling of Dynamo's names."""
-    names = {node: _short(node) for node in gm.graph.nodes}
+    names: dict[Node, str] = {}
+    for node in gm.graph.nodes:
+        name = _short(node)
+        names[node] = f"{name}_" if name in names.values() else name
     return "\n".join(_line(node, names) for node in gm.graph.nodes)
 
 

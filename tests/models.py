@@ -81,6 +81,13 @@ def tokens(batch: int = 1, length: int = TOKENS, seed: int = 0) -> Tensor:
     return torch.randn(batch, length, DIM, generator=torch.Generator().manual_seed(seed))
 
 
+def leveled() -> Tensor:
+    """[1, 2, 512, 16] to be query, key and value at once: each key tile has its own level, the first the highest, so the others skip."""
+    x = 0.3 * torch.randn(1, HEADS, TOKENS, 16, generator=torch.Generator().manual_seed(0))
+    x[..., 0] += torch.tensor([8.0, 2.0, 5.0, 1.0]).repeat_interleave(128)
+    return x
+
+
 def skip_config(threshold: float | None = 0.3, **fields: object) -> SkipConfig:
     """Without the length limit, which is far above the lengths that the tests can afford."""
     return SkipConfig(threshold=threshold, **{"min_kv_len": 0, **fields})
