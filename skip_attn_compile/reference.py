@@ -81,7 +81,7 @@ def reference_attention(
     groups, tiles = -(-q_len // tile_q), -(-kv_len // tile_k)
     group_step = min(groups, max(1, SCORES_PER_CHUNK // (tile_q * tiles * tile_k)))
     head_step = max(1, SCORES_PER_CHUNK // (group_step * tile_q * tiles * tile_k)) if group_step == groups else 1
-    log_threshold = threshold.to(dtype).nan_to_num(nan=0.0, posinf=1.0).clamp(0, 1).log().expand(batch)
+    log_threshold = threshold.to(dtype).clamp(0, 1).log().expand(batch)  # NaN stays NaN: no score is below it, nothing is skipped
     bias, masked = split_mask(attn_mask, (batch, heads, q_len, kv_len))
     row_valid = None if query_mask is None else query_mask.expand(batch, 1, q_len, 1)
     start = first_tile(tile_order, q_len, kv_len, tile_q, tile_k, query.device)
