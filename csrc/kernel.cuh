@@ -47,6 +47,9 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem, const 
       value_at.advance();
     }
   }
+  if constexpr (kMasked) {  // V of skipped tiles is awaited by nobody else, and must not land after the CTA's end
+    for (int s = 0; s < Smem::kValueStages; ++s, value_at.advance()) ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[value_at.stage]), value_at.parity ^ 1);
+  }
 }
 
 // NaN and negative act as 0, more than 1 as 1.
