@@ -43,8 +43,18 @@ def exact_inputs(
     return tuple(x.transpose(1, 2).contiguous().to(dtype).transpose(1, 2) for x in (query, key, value))  # type: ignore[return-value]
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, threshold: float | Tensor, attn_mask: Tensor | None = None, query_mask: Tensor | None = None, *,
-           is_causal: bool = False, scale: float = SCALE, tile_order: str = "ascending") -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    threshold: float | Tensor,
+    attn_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float = SCALE,
+    tile_order: str = "ascending",
+) -> tuple[Tensor, Tensor, Tensor]:
     """The kernel, with poisoned outputs: what it does not write stays NaN, or -7."""
     if not isinstance(threshold, Tensor):
         threshold = torch.tensor(threshold, device="cuda")
