@@ -65,7 +65,7 @@ def read_counts(graph: GraphRecord) -> dict[tuple[int, Candidate | None], Counts
 
 def _site_row(decision: Decision, layer: LayerName, config: SkipConfig, counts: Counts) -> SiteReport:
     asked = policy(config, layer)
-    name, reasons = _shown(layer.full, decision.call_index), decision.reasons + asked.reasons
+    name, reasons = _shown(layer.full or "(root)", decision.call_index), decision.reasons + asked.reasons
     row = SiteReport(name, "kept", reasons, kv_lens=(str(decision.kv_len),))
     if decision.kept:
         if not row.reasons:

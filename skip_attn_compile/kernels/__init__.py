@@ -91,16 +91,8 @@ class Implementation:
 @cache
 def implementations() -> tuple[Implementation, ...]:
     """All implementations, the preferred ones first. Imported late: importing this package loads no kernel."""
-    import importlib.util
+    from skip_attn_compile.kernels import reference, sm90
 
-    from skip_attn_compile.kernels import reference
-
-    if importlib.util.find_spec("skip_attn_compile.kernels.sm90") is None:  # LEAD: until the kernel lands
-        return (reference.IMPLEMENTATION,)
-    from skip_attn_compile.kernels import sm90
-
-    if not hasattr(sm90, "IMPLEMENTATION"):  # LEAD: until the kernel lands
-        return (reference.IMPLEMENTATION,)
     return (sm90.IMPLEMENTATION, reference.IMPLEMENTATION)
 
 
