@@ -1,6 +1,6 @@
 """The case table of diffusers: every model class with a tiny config, what to call it with, and which of its attention calls may skip.
 
-The weights are random, made such that some tiles can be skipped (see `share_query_direction`), and nothing is downloaded. Sizes are the
+The weights are random, made such that some tiles can be skipped (see `make_skippable`), and nothing is downloaded. Sizes are the
 smallest that the classes allow with four key tiles or more where it counts. Text is padded to whole groups of 64 rows.
 """
 
@@ -48,7 +48,7 @@ class ModelCase:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = self.model_class(**self.config).eval().requires_grad_(False)
-            share_query_direction(model)
+            make_skippable(model)
         return model
 
     def draw(self, seed: int = 1) -> Inputs:
@@ -65,21 +65,19 @@ class Draw:
         return torch.randn(shape, generator=self._generator)
 
 
-def share_query_direction(model: nn.Module, bias: float = 16.0, gain: float = 8.0) -> None:
-    """Give all queries of a head one direction, long enough that whole key tiles weigh nothing.
+def make_skippable(model: nn.Module, bias: float = 16.0, gain: float = 8.0) -> None:
+    """Give all queries of a head one direction, long enough that whole key tiles weigh nothing, and attention a large part in the output.
 
     A tile is skipped only if all 64 rows of a group agree, and the rows of random weights never do. Here scores differ by key more than
     by row, with a standard deviation of several nats: through the bias, or where queries are normalised, through the norm's weight.
     """
     for module in model.modules():
-        for name in ("to_q", "add_q_proj"):
-            projection = getattr(module, name, None)
-            if isinstance(projection, nn.Linear):
-                projection.bias = nn.Parameter(bias * torch.randn(projection.out_features), requires_grad=False)
-        for name in ("norm_q", "norm_added_q"):
-            weight = getattr(getattr(module, name, None), "weight", None)
-            if weight is not None:
-                weight.mul_(gain)
+        parts = dict(module.named_children())
+        for name in filter(parts.__contains__, ("to_q", "add_q_proj")):
+            parts[name].bias = nn.Parameter(bias * torch.randn(parts[name].out_features), requires_grad=False)
+        for name in filter(parts.__contains__, ("norm_q", "norm_added_q", "to_v", "add_v_proj")):
+            if getattr(parts[name], "weight", None) is not None:
+                parts[name].weight.mul_(gain)
 
 
 def padding_mask(*lengths: int, size: int) -> Tensor:
