@@ -12,6 +12,7 @@
 counting needs no side effect, which would keep CUDA graphs from being recorded.
 """
 
+import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,11 +48,18 @@ def rewrite(gm: GraphModule, sites: Sequence[AttentionSite], config: SkipConfig,
     """Replace `sites` by the operator, in place. `control`, float32 [n_sites, 2], is an example of the new last input."""
     graph = gm.graph
     lambdas = _Lambdas(graph, _add_control_input(graph, control), config.min_kv_len)
-    counts = [_replace(graph, site, lambdas.of(site, index), config, control.device) for index, site in enumerate(sites)]
+    counts: list[Node] = []
+    current: list[AttentionSite] = []
+    replaced: dict[Node, Node] = {}
+    for index, found in enumerate(sites):
+        site = _with_current_arguments(found, replaced)
+        current.append(site)
+        replaced[site.node], tiles = _replace(graph, site, lambdas.of(site, index), config, control.device)
+        counts.append(tiles)
     output = graph.output_node()
     with graph.inserting_before(output):
         tiles = graph.call_function(torch.stack, (counts,))
-        clamped = graph.call_function(torch.stack, ([lambdas.clamped(site, index) for index, site in enumerate(sites)],))
+        clamped = graph.call_function(torch.stack, ([lambdas.clamped(site, index) for index, site in enumerate(current)],))
         columns = [tiles, graph.call_function(torch.unsqueeze, (clamped, 1))]
         with_clamped = graph.call_function(torch.cat, (columns, 1))
     output.args = ((*output.args[0], with_clamped),)  # type: ignore[misc]
@@ -131,8 +139,14 @@ class _Lambdas:
         return self._graph.call_function(function, args)
 
 
-def _replace(graph: Graph, site: AttentionSite, threshold: Node, config: SkipConfig, counts_device: torch.device) -> Node:
-    """Put the operator in the place of one SDPA call; returns the node of its counts, int64 [2]."""
+def _with_current_arguments(site: AttentionSite, replaced: dict[Node, Node]) -> AttentionSite:
+    """`site` where SDPA calls before it, whose results it may take directly, have been replaced."""
+    arguments = {name: replaced.get(a, a) if isinstance(a, Node) else a for name, a in site.arguments.items()}
+    return dataclasses.replace(site, arguments=arguments)
+
+
+def _replace(graph: Graph, site: AttentionSite, threshold: Node, config: SkipConfig, counts_device: torch.device) -> tuple[Node, Node]:
+    """Put the operator in the place of one SDPA call; returns the nodes of its result and of its counts, int64 [2]."""
     node, arguments = site.node, site.arguments
     assert site.query is not None and site.dtype is not None
     with graph.inserting_before(node):
@@ -153,7 +167,7 @@ def _replace(graph: Graph, site: AttentionSite, threshold: Node, config: SkipCon
     out.meta["example_value"] = node.meta.get("example_value")
     node.replace_all_uses_with(out)
     graph.erase_node(node)
-    return counts
+    return out, counts
 
 
 def _cast(graph: Graph, argument: Node, dtype: torch.dtype) -> Node:

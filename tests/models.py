@@ -107,7 +107,9 @@ def reference_sdpa(*thresholds: float | Tensor, tile_order: str = "ascending") -
             cast = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(cast), key.to(cast), value.to(cast)
         threshold = torch.as_tensor(thresholds[len(counts) % len(thresholds)])
-        out, _, tiles = reference_attention(query, key, value, threshold, attn_mask, is_causal=is_causal, scale=scale, tile_order=tile_order)
+        out, _, tiles = reference_attention(
+            query, key, value, threshold, attn_mask, is_causal=is_causal, scale=scale, tile_order=tile_order
+        )
         counts.append(tuple(tiles.sum((0, 1)).tolist()))
         return out
 

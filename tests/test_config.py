@@ -94,7 +94,9 @@ def test_empty_include_is_an_error() -> None:
         SkipConfig(threshold=0.1, include=())
 
 
-@pytest.mark.parametrize("rules", [["blocks.*"], [("blocks.*", 0.1)], [None], [{"pattern": "*", "threshold": 0.1}], [Rule], Rule("*", dense=True)], ids=_id)
+@pytest.mark.parametrize(
+    "rules", [["blocks.*"], [("blocks.*", 0.1)], [None], [{"pattern": "*", "threshold": 0.1}], [Rule], Rule("*", dense=True)], ids=_id
+)
 def test_wrong_rules_are_named(rules: object) -> None:
     with pytest.raises(ValueError, match="rules must"):
         SkipConfig(threshold=0.1, rules=rules)
@@ -128,7 +130,8 @@ def test_dense_must_be_bool(dense: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("misspelt", "meant"), [("treshold", "threshold"), ("ignored", "ignore"), ("min_kv_length", "min_kv_len"), ("tile_orders", "tile_order")]
+    ("misspelt", "meant"),
+    [("treshold", "threshold"), ("ignored", "ignore"), ("min_kv_length", "min_kv_len"), ("tile_orders", "tile_order")],
 )
 def test_unknown_keyword_suggests_the_field(misspelt: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"SkipConfig has no field '{misspelt}'; did you mean {meant}\\?"):

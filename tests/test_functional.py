@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from skip_attn_compile import skip_softmax_attention
-from skip_attn_compile.reference import reference_attention
 from cases import Case
 from checks import assert_within, dense_sdpa, tolerance
+from skip_attn_compile import skip_softmax_attention
+from skip_attn_compile.reference import reference_attention
 
 CASE = Case("plain", Skv=1000)
 Q = torch.zeros(2, 4, 70, 8)
@@ -102,7 +102,9 @@ def test_tensor_thresholds_that_cannot_be_checked_act_as_documented(odd: float, 
 
 
 @pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), -0.1, "0.1", None, True, [0.1], np.bool_(True), np.array([0.1, 0.1]), 10**400], ids=lambda v: repr(v)[:20]
+    "value",
+    [float("nan"), float("inf"), -0.1, "0.1", None, True, [0.1], np.bool_(True), np.array([0.1, 0.1]), 10**400],
+    ids=lambda v: repr(v)[:20],
 )
 def test_bad_float_threshold_is_named(value: object) -> None:
     with pytest.raises(ValueError, match="threshold must be a finite number >= 0 or a float32 tensor") as error:

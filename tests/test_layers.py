@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from graphs import recording_backend
+from models import TILES, Attention, Block, Dit, dit, reference_sdpa, skip_config, tokens
 from skip_attn_compile import Rule, backend
 from skip_attn_compile.backend import SkipBackend
 from skip_attn_compile.report import UNKNOWN_LAYER, Report
-from graphs import recording_backend
-from models import TILES, Attention, Block, Dit, dit, reference_sdpa, skip_config, tokens
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 NAMES = ["blocks.0.attn1", "blocks.1.attn1"]
@@ -75,7 +75,7 @@ def test_whole_model_names(how: str) -> None:
     elif how == "local":
         run = torch.compile(lambda x: model(x), backend=be)
     else:
-        run = torch.compile(lambda x: [model(x) for _ in range(1)][0], backend=be)
+        run = torch.compile(lambda x: [model(y) for y in (x,)], backend=be)
     run(tokens())
     assert names(be) == NAMES
     assert all(site.decision == "sparse" for site in be.report().sites)
@@ -199,7 +199,7 @@ def test_update_reaches_every_block() -> None:
 
 def test_all_blocks_ignored_keeps_sdpa() -> None:
     model = dit(2)
-    be, recorder = recording_backend(skip_config(ignore=("blocks.*",)), model=model)
+    be, _recorder = recording_backend(skip_config(ignore=("blocks.*",)), model=model)
     compile_blocks(model, be)
     assert torch.equal(model(tokens()), dit(2)(tokens()))
     assert [site.decision for site in be.report().sites] == ["kept", "kept"]
@@ -246,7 +246,9 @@ def test_unattached_blocks_are_dense_and_say_attach(caplog: pytest.LogCaptureFix
 
 def test_two_models_of_one_class_both_attached() -> None:
     high, low = dit(2), dit(2, seed=4)
-    be, recorder = recording_backend(skip_config(ignore=("transformer_2.blocks.0.*",), rules=(Rule("transformer.blocks.1.*", threshold=0.05),)))
+    be, recorder = recording_backend(
+        skip_config(ignore=("transformer_2.blocks.0.*",), rules=(Rule("transformer.blocks.1.*", threshold=0.05),))
+    )
     be.attach(high, "transformer")
     be.attach(low, "transformer_2")
     compiled = [torch.compile(model, backend=be) for model in (high, low)]
@@ -366,7 +368,7 @@ def test_parameters_exchanged_between_blocks_follow_the_blocks() -> None:
     out = model(tokens())
     other = dit(2)
     other.blocks = nn.ModuleList(reversed(other.blocks))
-    reference, tiles = expect(other, 0.3, 0.0)
+    reference, _tiles = expect(other, 0.3, 0.0)
     torch.testing.assert_close(out, reference, **CLOSE)
     assert be.report().sites[1].skipped == 0
 
@@ -455,7 +457,7 @@ def test_a_break_inside_a_block() -> None:
     for block in model.blocks:
         block.attn1 = Breaking()
     model.requires_grad_(False)
-    be, recorder = recording_backend(skip_config(ignore=("blocks.0.*",)), model=model)
+    be, _recorder = recording_backend(skip_config(ignore=("blocks.0.*",)), model=model)
     out = torch.compile(model, backend=be)(tokens())
     reference, tiles = expect(model, 0.0, 0.3)
     torch.testing.assert_close(out, reference, **CLOSE)

@@ -10,9 +10,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from cases import Case
 from skip_attn_compile.ops import attention, output_stride
 from skip_attn_compile.reference import reference_attention
-from cases import Case
 
 B, H, S, D = 2, 2, 150, 16
 DENSE_ORDERS = [(*order, 3) for order in itertools.permutations(range(3))]  # of (B, H, S) in memory, outermost first
@@ -43,7 +43,9 @@ def arguments(case: Case) -> tuple:
 
 def call(query, key=None, value=None, threshold=0.1, mask=None, query_mask=None, causal=False, scale=None, order="ascending", name="auto"):
     threshold = torch.tensor(threshold, device=query.device) if isinstance(threshold, float) else threshold
-    return attention(query, query if key is None else key, query if value is None else value, threshold, mask, query_mask, causal, scale, order, name)
+    return attention(
+        query, query if key is None else key, query if value is None else value, threshold, mask, query_mask, causal, scale, order, name
+    )
 
 
 def in_memory_order(order: tuple[int, ...], *shape: int) -> torch.Tensor:
@@ -205,7 +207,10 @@ BAD_INPUTS = {
     "key of rank 5": ((Q, Q[None]), r"key must be \[batch, heads, tokens, head_dim\], got \[1, 2, 4, 70, 8\]; "),
     "integers": ((Q.long(),), r"query must have a floating-point dtype, got torch.int64; use query.float\(\)"),
     "key of another dtype": ((Q, Q.half()), r"key must be torch.float32 on cpu as query is, got torch.float16 on cpu; use key.to\(query\)"),
-    "value of another device": ((Q, Q, Q.to("meta")), r"value must be torch.float32 on cpu as query is, got torch.float32 on meta; use value.to"),
+    "value of another device": (
+        (Q, Q, Q.to("meta")),
+        r"value must be torch.float32 on cpu as query is, got torch.float32 on meta; use value.to",
+    ),
     "key of another batch": ((Q, Q[:1]), r"key must have query's batch size 2, got \[1, 4, 70, 8\]; expand it"),
     "key of another head_dim": ((Q, Q[..., :4]), r"key must have query's head_dim 8, got \[2, 4, 70, 4\]"),
     "value of another length": ((Q, Q, Q[:, :, :60]), r"value must have key's number of keys 70, got \[2, 4, 60, 8\]"),
@@ -213,18 +218,36 @@ BAD_INPUTS = {
     "value of another batch": ((Q, Q, Q[:1]), r"value must have key's batch size 2, got \[1, 4, 70, 8\]"),
     "heads that do not divide": ((Q, Q[:, :3], Q[:, :3]), r"query heads must be a multiple of key heads, got 4 and 3; "),
     "no key heads": ((Q, Q[:, :0], Q[:, :0]), r"query heads must be a multiple of key heads, got 4 and 0; "),
-    "threshold of another dtype": ((Q, Q, Q, torch.tensor(0.1).double()), r"threshold must be float32 on cpu, got torch.float64 on cpu; use .*float"),
+    "threshold of another dtype": (
+        (Q, Q, Q, torch.tensor(0.1).double()),
+        r"threshold must be float32 on cpu, got torch.float64 on cpu; use .*float",
+    ),
     "integer threshold": ((Q, Q, Q, torch.tensor(1)), r"threshold must be float32 on cpu, got torch.int64"),
     "threshold of rank 2": ((Q, Q, Q, torch.zeros(2, 1)), r"threshold must be \[\] or \[batch\] = \[2\], got \[2, 1\]; "),
     "threshold of another batch": ((Q, Q, Q, torch.zeros(3)), r"threshold must be \[\] or \[batch\] = \[2\], got \[3\]; "),
     "integer mask": ((Q, Q, Q, 0.1, torch.ones(70).int()), r"attn_mask must be boolean .* got torch.int32; use attn_mask.bool\(\)"),
-    "mask too short": ((Q, Q, Q, 0.1, torch.ones(69) > 0), r"attn_mask must be on cpu and broadcast to \[2, 4, 70, 70\], got \[69\] on cpu; "),
+    "mask too short": (
+        (Q, Q, Q, 0.1, torch.ones(69) > 0),
+        r"attn_mask must be on cpu and broadcast to \[2, 4, 70, 70\], got \[69\] on cpu; ",
+    ),
     "mask of rank 5": ((Q, Q, Q, 0.1, torch.ones(1, 1, 1, 1, 70) > 0), r"attn_mask must .* got \[1, 1, 1, 1, 70\]"),
     "mask of other heads": ((Q, Q, Q, 0.1, torch.ones(2, 3, 1, 70) > 0), r"attn_mask must .* got \[2, 3, 1, 70\]"),
-    "query mask of rank 2": ((Q, Q, Q, 0.1, None, torch.ones(2, 70) > 0), r"query_mask must be boolean \[batch, 1, rows, 1\], got torch.bool \[2, 70\]; "),
-    "additive query mask": ((Q, Q, Q, 0.1, None, torch.ones(2, 1, 70, 1)), r"query_mask must be boolean .* got torch.float32 \[2, 1, 70, 1\]"),
-    "query mask too long": ((Q, Q, Q, 0.1, None, torch.ones(2, 1, 71, 1) > 0), r"query_mask must .* broadcast to \[2, 1, 70, 1\], got \[2, 1, 71, 1\]"),
-    "query mask of heads": ((Q, Q, Q, 0.1, None, torch.ones(2, 4, 70, 1) > 0), r"query_mask must .* broadcast to \[2, 1, 70, 1\], got \[2, 4, 70, 1\]"),
+    "query mask of rank 2": (
+        (Q, Q, Q, 0.1, None, torch.ones(2, 70) > 0),
+        r"query_mask must be boolean \[batch, 1, rows, 1\], got torch.bool \[2, 70\]; ",
+    ),
+    "additive query mask": (
+        (Q, Q, Q, 0.1, None, torch.ones(2, 1, 70, 1)),
+        r"query_mask must be boolean .* got torch.float32 \[2, 1, 70, 1\]",
+    ),
+    "query mask too long": (
+        (Q, Q, Q, 0.1, None, torch.ones(2, 1, 71, 1) > 0),
+        r"query_mask must .* broadcast to \[2, 1, 70, 1\], got \[2, 1, 71, 1\]",
+    ),
+    "query mask of heads": (
+        (Q, Q, Q, 0.1, None, torch.ones(2, 4, 70, 1) > 0),
+        r"query_mask must .* broadcast to \[2, 1, 70, 1\], got \[2, 4, 70, 1\]",
+    ),
 }
 
 

@@ -6,10 +6,10 @@ import expecttest
 import pytest
 import torch
 
-from skip_attn_compile import Rule, backend
-from skip_attn_compile.report import Report, SiteReport, nearest
 from graphs import recording_backend
 from models import TILES, dit, skip_config, tokens
+from skip_attn_compile import Rule, backend
+from skip_attn_compile.report import Report, SiteReport, nearest
 
 
 def report_of(model=None, *inputs, **fields) -> Report:
@@ -19,7 +19,11 @@ def report_of(model=None, *inputs, **fields) -> Report:
 
 
 def example() -> Report:
-    fields = {"ignore": ("blocks.0.*",), "rules": (Rule("blocks.2.attn1", threshold=0), Rule("blocks.3.attn1", dense=True)), "min_kv_len": 100}
+    fields = {
+        "ignore": ("blocks.0.*",),
+        "rules": (Rule("blocks.2.attn1", threshold=0), Rule("blocks.3.attn1", dense=True)),
+        "min_kv_len": 100,
+    }
     context = tokens(length=77)
     return report_of(dit(4, cross=True), tokens(), context, torch.ones(1, 1, 1, 77) > 0, **fields)
 
@@ -31,7 +35,9 @@ class TestText(expecttest.TestCase):
         torch._dynamo.reset()
 
     def test_table(self) -> None:
-        self.assertExpectedInline(str(example()), """\
+        self.assertExpectedInline(
+            str(example()),
+            """\
 site            decision   keys  lambda  tiles  skipped  reasons
 blocks.0.attn1  kept       512           0               ignored by pattern 'blocks.0.*'
 blocks.0.attn2  kept       77            0               short: 77 keys < min_kv_len 100; ignored by pattern 'blocks.0.*'
@@ -41,17 +47,25 @@ blocks.2.attn1  dense now  512   0       64     0.0%     threshold is 0
 blocks.2.attn2  kept       77            0               short: 77 keys < min_kv_len 100
 blocks.3.attn1  kept       512           0               rule 'blocks.3.attn1' says dense
 blocks.3.attn2  kept       77            0               short: 77 keys < min_kv_len 100
-8 sites (1 sparse, 1 dense now, 6 kept) in 1 graph; 33 of 128 tiles skipped (25.8%)""")
+8 sites (1 sparse, 1 dense now, 6 kept) in 1 graph; 33 of 128 tiles skipped (25.8%)""",
+        )
 
     def test_one_site(self) -> None:
-        self.assertExpectedInline(str(report_of(dit(1))), """\
+        self.assertExpectedInline(
+            str(report_of(dit(1))),
+            """\
 site            decision  keys  lambda  tiles  skipped  reasons
 blocks.0.attn1  sparse    512   0.3     64     25.0%
-1 site (1 sparse) in 1 graph; 16 of 64 tiles skipped (25.0%)""")
+1 site (1 sparse) in 1 graph; 16 of 64 tiles skipped (25.0%)""",
+        )
 
     def test_unmatched_patterns(self) -> None:
-        report = report_of(include=("blocks.*", "block.0.attn1"), ignore=("blocks.0.atn1", "text_encoder.*"), rules=[Rule("blocks.7.*", dense=True)])
-        self.assertExpectedInline(str(report), """\
+        report = report_of(
+            include=("blocks.*", "block.0.attn1"), ignore=("blocks.0.atn1", "text_encoder.*"), rules=[Rule("blocks.7.*", dense=True)]
+        )
+        self.assertExpectedInline(
+            str(report),
+            """\
 site            decision  keys  lambda  tiles  skipped  reasons
 blocks.0.attn1  sparse    512   0.3     64     25.0%
 blocks.1.attn1  sparse    512   0.3     64     21.9%
@@ -59,30 +73,40 @@ blocks.1.attn1  sparse    512   0.3     64     21.9%
 include pattern 'block.0.attn1' matched no attention layer; nearest: blocks.0.attn1, blocks.1.attn1
 ignore pattern 'blocks.0.atn1' matched no attention layer; nearest: blocks.0.attn1, blocks.1.attn1
 ignore pattern 'text_encoder.*' matched no attention layer
-rules pattern 'blocks.7.*' matched no attention layer; nearest: blocks.1.attn1, blocks.0.attn1""")
+rules pattern 'blocks.7.*' matched no attention layer; nearest: blocks.1.attn1, blocks.0.attn1""",
+        )
 
     def test_before_the_first_call(self) -> None:
-        self.assertExpectedInline(str(backend(skip_config()).report()), """\
+        self.assertExpectedInline(
+            str(backend(skip_config()).report()),
+            """\
 site  decision  keys  lambda  tiles  skipped  reasons
 0 sites in 0 graphs; 0 of 0 tiles skipped
-no scaled_dot_product_attention call was seen in 0 compiled graphs""")
+no scaled_dot_product_attention call was seen in 0 compiled graphs""",
+        )
 
     def test_without_attention(self) -> None:
-        self.assertExpectedInline(str(report_of(torch.nn.Linear(32, 32))), """\
+        self.assertExpectedInline(
+            str(report_of(torch.nn.Linear(32, 32))),
+            """\
 site  decision  keys  lambda  tiles  skipped  reasons
 0 sites in 1 graph; 0 of 0 tiles skipped
-no scaled_dot_product_attention call was seen in 1 compiled graph""")
+no scaled_dot_product_attention call was seen in 1 compiled graph""",
+        )
 
     def test_unattached_blocks(self) -> None:
         model, (be, _) = dit(2), recording_backend(skip_config(ignore=("blocks.0.*",)))
         for block in model.blocks:
             block.compile(backend=be)
         model(tokens())
-        self.assertExpectedInline(str(be.report()), """\
+        self.assertExpectedInline(
+            str(be.report()),
+            """\
 site                              decision   keys  lambda  tiles  skipped  reasons
 Block:attn1                       dense now  512           0               call attach(model) on the backend so that its layers have names
 unknown layer (attach the model)  dense now                128    0.0%     call attach(model) on the backend so that its layers have names
-2 sites (2 dense now) in 1 graph; 0 of 128 tiles skipped (0.0%)""")
+2 sites (2 dense now) in 1 graph; 0 of 128 tiles skipped (0.0%)""",
+        )
 
 
 def test_json_round_trip() -> None:
@@ -92,7 +116,12 @@ def test_json_round_trip() -> None:
     assert (back["visited"], back["skipped"], back["sparsity"], back["graphs"]) == (report.visited, report.skipped, report.sparsity, 1)
     assert report.sparsity == report.skipped / report.visited
     for site, row in zip(report.sites, back["sites"], strict=True):
-        assert (row["name"], row["decision"], tuple(row["reasons"]), row["threshold"]) == (site.name, site.decision, site.reasons, site.threshold)
+        assert (row["name"], row["decision"], tuple(row["reasons"]), row["threshold"]) == (
+            site.name,
+            site.decision,
+            site.reasons,
+            site.threshold,
+        )
         assert (row["visited"], row["skipped"], row["sparsity"]) == (site.visited, site.skipped, site.sparsity)
 
 

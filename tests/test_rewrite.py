@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from skip_attn_compile import Rule, kernels
 from graphs import graph_text, recording_backend, targets
 from models import dit, leveled, reference_sdpa, skip_config, tokens
+from skip_attn_compile import Rule, kernels
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 OP = "skip_attn_compile.attention"
@@ -60,7 +60,9 @@ class TestGraphs(expecttest.TestCase):
         torch._dynamo.reset()
 
     def test_two_blocks_before(self) -> None:
-        self.assertExpectedInline(after(TwoBlocks(), Q, ignore=("*",)), """\
+        self.assertExpectedInline(
+            after(TwoBlocks(), Q, ignore=("*",)),
+            """\
 blocks_0_scale: f32[16]
 x: f32[1, 2, 512, 16]
 blocks_1_scale: f32[16]
@@ -70,10 +72,13 @@ x_: f32[1, 2, 512, 16] = add(x, scaled_dot_product_attention)
 mul_1: f32[1, 2, 512, 16] = mul(x_, blocks_1_scale)
 scaled_dot_product_attention_1: f32[1, 2, 512, 16] = scaled_dot_product_attention(mul_1, x_, x_, attn_mask=None)
 x_1: f32[1, 2, 512, 16] = add(x_, scaled_dot_product_attention_1)
-return x_1""")
+return x_1""",
+        )
 
     def test_two_blocks_after(self) -> None:
-        self.assertExpectedInline(after(TwoBlocks(), Q), """\
+        self.assertExpectedInline(
+            after(TwoBlocks(), Q),
+            """\
 blocks_0_scale: f32[16]
 x: f32[1, 2, 512, 16]
 blocks_1_scale: f32[16]
@@ -103,10 +108,13 @@ select_5 = select(ge, 0, 1)
 stack_1 = stack([select_4, select_5])
 unsqueeze = unsqueeze(stack_1, 1)
 cat = cat([stack, unsqueeze], 1)
-return x_1, cat""")
+return x_1, cat""",
+        )
 
     def test_one_block_ignored(self) -> None:
-        self.assertExpectedInline(after(TwoBlocks(), Q, ignore=("blocks.0",)), """\
+        self.assertExpectedInline(
+            after(TwoBlocks(), Q, ignore=("blocks.0",)),
+            """\
 blocks_0_scale: f32[16]
 x: f32[1, 2, 512, 16]
 blocks_1_scale: f32[16]
@@ -131,10 +139,13 @@ select_3 = select(ge, 0, 0)
 stack_1 = stack([select_3])
 unsqueeze = unsqueeze(stack_1, 1)
 cat = cat([stack, unsqueeze], 1)
-return x_1, cat""")
+return x_1, cat""",
+        )
 
     def test_key_mask(self) -> None:
-        self.assertExpectedInline(after(Block(), Q, torch.ones(1, 1, 1, 512) > 0), """\
+        self.assertExpectedInline(
+            after(Block(), Q, torch.ones(1, 1, 1, 512) > 0),
+            """\
 scale: f32[16]
 x: f32[1, 2, 512, 16]
 mask: b8[1, 1, 1, 512]
@@ -159,10 +170,13 @@ select_3 = select(ge, 0, 0)
 stack_1 = stack([select_3])
 unsqueeze = unsqueeze(stack_1, 1)
 cat = cat([stack, unsqueeze], 1)
-return add, cat""")
+return add, cat""",
+        )
 
     def test_key_mask_per_item(self) -> None:
-        self.assertExpectedInline(after(Block(), torch.cat([Q, Q]), torch.zeros(2, 1, 1, 512)), """\
+        self.assertExpectedInline(
+            after(Block(), torch.cat([Q, Q]), torch.zeros(2, 1, 1, 512)),
+            """\
 scale: f32[16]
 x: f32[2, 2, 512, 16]
 mask: f32[2, 1, 1, 512]
@@ -191,10 +205,13 @@ select_3 = select(ge, 0, 0)
 stack_1 = stack([select_3])
 unsqueeze_2 = unsqueeze(stack_1, 1)
 cat = cat([stack, unsqueeze_2], 1)
-return add, cat""")
+return add, cat""",
+        )
 
     def test_symbolic_length(self) -> None:
-        self.assertExpectedInline(after(Block(), any_length(Q), min_kv_len=400), """\
+        self.assertExpectedInline(
+            after(Block(), any_length(Q), min_kv_len=400),
+            """\
 scale: f32[16]
 s53
 x: f32[1, 2, s53, 16]
@@ -221,7 +238,8 @@ select_3 = select(ge, 0, 0)
 stack_1 = stack([select_3])
 unsqueeze = unsqueeze(stack_1, 1)
 cat = cat([stack, unsqueeze], 1)
-return add, cat""")
+return add, cat""",
+        )
 
 
 def test_min_kv_len_of_one_or_less_costs_no_node() -> None:
@@ -436,3 +454,16 @@ def test_a_mask_that_broadcasts_over_two_lengths() -> None:
         torch.testing.assert_close(out, run(Q, Q[:, :, :300], mask), **CLOSE)
     assert [(site.visited, site.skipped) for site in be.report().sites] == tiles
     assert tiles[-1][1] > 0
+
+
+@pytest.mark.parametrize(
+    "chain", [lambda q: attend(attend(q)), lambda q: attend(q, attend(q)), lambda q: attend(q, q, attend(q))], ids=["q", "k", "v"]
+)
+def test_attention_of_attention(chain) -> None:
+    """A site whose argument is the very result of another one."""
+    be, _ = recording_backend(skip_config())
+    out = torch.compile(chain, backend=be)(any_length(Q))
+    with reference_sdpa(0.3) as tiles:
+        torch.testing.assert_close(out, chain(Q), **CLOSE)
+    assert [(site.visited, site.skipped) for site in be.report().sites] == tiles
+    assert tiles[0][1] > 0

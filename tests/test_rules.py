@@ -12,10 +12,21 @@ from skip_attn_compile.sites import AttentionSite
 
 LAYER = LayerName("", "blocks.0.attn1")
 IN_COMPONENT = LayerName("transformer", "blocks.0.attn1")
-ARGUMENTS = {"query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+ARGUMENTS = {
+    "query": None,
+    "key": None,
+    "value": None,
+    "attn_mask": None,
+    "dropout_p": 0.0,
+    "is_causal": False,
+    "scale": None,
+    "enable_gqa": False,
+}
 
 
-def site(q=(1, 2, 512, 16), k=(1, 2, 512, 16), v=None, mask=None, dtype=torch.float32, nested=False, requires_grad=False, **arguments) -> AttentionSite:
+def site(
+    q=(1, 2, 512, 16), k=(1, 2, 512, 16), v=None, mask=None, dtype=torch.float32, nested=False, requires_grad=False, **arguments
+) -> AttentionSite:
     query, key, value = (torch.empty(shape, dtype=dtype).requires_grad_(requires_grad) for shape in (q, k, v or k))
     given = {**ARGUMENTS, "attn_mask": mask, **arguments}
     return AttentionSite(None, given, (), 0, query, key, value, mask, dtype, nested)
@@ -129,8 +140,14 @@ def test_all_reasons_of_a_call() -> None:
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (site(q=(2, 512, 16), k=(2, 512, 16)), "query, key and value must be [batch, heads, tokens, head_dim], got [2, 512, 16], [2, 512, 16], [2, 512, 16]"),
-        (site(k=(2, 2, 512, 16)), "query, key and value must agree in batch and head_dim, heads must divide, got [1, 2, 512, 16], [2, 2, 512, 16]"),
+        (
+            site(q=(2, 512, 16), k=(2, 512, 16)),
+            "query, key and value must be [batch, heads, tokens, head_dim], got [2, 512, 16], [2, 512, 16], [2, 512, 16]",
+        ),
+        (
+            site(k=(2, 2, 512, 16)),
+            "query, key and value must agree in batch and head_dim, heads must divide, got [1, 2, 512, 16], [2, 2, 512, 16]",
+        ),
         (site(q=(1, 3, 512, 16)), "query, key and value must agree in batch and head_dim, heads must divide, got [1, 3, 512, 16]"),
         (site(q=(1, 4, 512, 16)), "4 query heads over 2 key heads without enable_gqa"),
         (site(dtype=torch.float8_e4m3fn), "reference takes float32, float64, bfloat16, float16, not float8_e4m3fn"),

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as aliased
 from torch.utils.checkpoint import checkpoint
 
-from skip_attn_compile.composites import has_composites
-from skip_attn_compile.sites import AttentionSite, find_sites
 from graphs import recording_backend, targets
 from models import TILES, Attention, dit, leveled, reference_sdpa, skip_config, tokens
+from skip_attn_compile.composites import has_composites
+from skip_attn_compile.sites import AttentionSite, find_sites
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 Q = leveled()
@@ -161,7 +161,7 @@ def test_multihead_attention_without_weights_is_a_site(training: bool) -> None:
     out = torch.compile(lambda x: model(x, need_weights=False), backend=be)(tokens())
     (site,) = be.report().sites
     assert (site.name, site.decision, site.visited) == ("mha", "sparse", TILES)
-    assert 0 < site.skipped
+    assert site.skipped > 0
     assert "multi_head_attention_forward" not in targets(recorder.graphs[0])
     be.update(threshold=0.0)
     dense = torch.compile(lambda x: model(x, need_weights=False), backend=be)(tokens())
@@ -180,7 +180,7 @@ def test_multihead_attention_with_a_padding_mask() -> None:
 
 def test_multihead_attention_with_weights_makes_no_sdpa_call() -> None:
     model = WithMha().requires_grad_(False).train()
-    be, recorder = recording_backend(skip_config())
+    be, _recorder = recording_backend(skip_config())
     out = torch.compile(lambda x: model(x, need_weights=True), backend=be)(tokens())
     torch.testing.assert_close(out, model(tokens(), need_weights=True))
     assert be.report().sites == []
@@ -227,7 +227,9 @@ def test_heads_repeated_as_transformers_does() -> None:
 
     def run(q, k, v):
         k, v = (x[:, :, None].expand(1, 1, 2, 512, 16).reshape(1, 2, 512, 16).contiguous() for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, scale=0.25, is_causal=True).transpose(1, 2).contiguous()
+        return (
+            F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, scale=0.25, is_causal=True).transpose(1, 2).contiguous()
+        )
 
     be, _ = recording_backend(skip_config(0))
     torch.testing.assert_close(torch.compile(run, backend=be)(Q, Q[:, :1], Q[:, :1]), run(Q, Q[:, :1], Q[:, :1]), **CLOSE)
