@@ -1,6 +1,6 @@
 """Skip-softmax attention (BLASST) for diffusion transformers, as a torch.compile backend.
 
-    model = torch.compile(model, backend=skip_attn_compile.backend(skip_attn_compile.SkipConfig(threshold=0.1)))
+model = torch.compile(model, backend=skip_attn_compile.backend(skip_attn_compile.SkipConfig(threshold=0.1)))
 """
 
 from skip_attn_compile.config import Calibration, Rule, SkipConfig

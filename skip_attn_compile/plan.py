@@ -24,7 +24,7 @@ class PlannedLayer:
 
     @property
     def decision(self) -> str:
-        """"sparse" where calls may skip, "kept" where none ever will."""
+        """Either "sparse": calls may skip, or "kept": none ever will."""
         return "kept" if self.policy.reasons else "sparse"
 
     @property
