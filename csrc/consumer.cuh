@@ -60,7 +60,8 @@ struct Consumer {
   // ring, or (kOwnValues) among the group's own two buffers, where it moves on with every tile kept.
   template <bool kOwnValues>
   struct Places {
-    RingPlace<Smem::kKeyStages> key;
+    RingPlace<Smem::kKeyStages> key, next_key;
+    int tile, next_tile;
     RingPlace<kOwnValues ? 2 : Smem::kValueStages> value, due;
   };
 
@@ -78,6 +79,7 @@ struct Consumer {
   uint32_t weights[kTileKeys / 4];  // P in the input's precision, as wgmma takes it from registers
   float running_max[2], exp_sum[2]; // raw scores (masked kernel: log2 units); this thread's share of the sum
   bool row_votes[2];
+  bool rescales = false;            // uniform over the warp: some maximum rose in this tile
   float unit;                       // from raw scores to log2 units
   int visited = 0, skipped = 0;
 
@@ -188,18 +190,22 @@ struct Consumer {
     }
   }
 
-  // ---- the largest of the thread's own scores of each of its rows ----
+  // ---- the largest of the thread's own scores of each of its rows; eight chains, since a chain waits for each result ----
   __device__ __forceinline__ void own_max(float (&tile_max)[2]) const {
+    float chain[2][4];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float even = scores[2 * i], odd = scores[2 * i + 1];
+    for (int j = 0; j < kTileKeys / 8; ++j) {
 #pragma unroll
-      for (int j = 1; j < kTileKeys / 8; ++j) {
-        even = ptx::max_nan(even, scores[4 * j + 2 * i]);
-        odd = ptx::max_nan(odd, scores[4 * j + 2 * i + 1]);
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& x = chain[i][2 * (j % 2) + c];
+          x = j < 2 ? scores[4 * j + 2 * i + c] : ptx::max_nan(x, scores[4 * j + 2 * i + c]);
+        }
       }
-      tile_max[i] = ptx::max_nan(even, odd);
     }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) tile_max[i] = ptx::max_nan(ptx::max_nan(chain[i][0], chain[i][1]), ptx::max_nan(chain[i][2], chain[i][3]));
   }
 
   // ---- over the four lanes that share a row ----
@@ -214,29 +220,35 @@ struct Consumer {
   // maximum stays. That in turn holds iff it holds for each lane's own part of the row, so no shuffle and no exp is needed. A NaN makes
   // it false, so its row objects. Rows past the end and masked query rows have no vote. Units: log2.
   __device__ __forceinline__ bool skip_vote(const float (&tile_max)[2]) const {
-    bool agree = true;
+    bool agree = true;  // `|` and `&`: no branch may split the warp here
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      agree = agree && (!row_votes[i] || tile_max[i] == -kInfinity || (tile_max[i] - running_max[i]) * unit < log2_threshold);
+      agree &= !row_votes[i] | (tile_max[i] == -kInfinity) | ((tile_max[i] - running_max[i]) * unit < log2_threshold);
     }
     return ptx::barrier_all(kVote + group, kWarpgroup, agree);
   }
 
   // ---- scores become exp(scores - m_new); returns what the past is to be multiplied with, exp(m - m_new) ----
   __device__ __forceinline__ void softmax_step(const float (&tile_max)[2], float (&rescale)[2]) {
+    float base[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float new_max = ptx::max_nan(running_max[i], row_max(tile_max[i]));
-      const float base = kMasked && new_max == -kInfinity ? 0.f : new_max * unit;
-      rescale[i] = ptx::exp2_approx(running_max[i] * unit - base);
+      base[i] = kMasked && new_max == -kInfinity ? 0.f : new_max * unit;
+      rescale[i] = ptx::exp2_approx(running_max[i] * unit - base[i]);
       running_max[i] = new_max;
+    }
+    // The maxima settle after a few tiles; then all factors of a warp are 1 and the products are left out (the same bits).
+    rescales = __any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
       float sum[2] = {0.f, 0.f};
 #pragma unroll
       for (int j = 0; j < kTileKeys / 8; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& s = scores[4 * j + 2 * i + c];
-          s = ptx::exp2_approx(fmaf(s, unit, -base));
+          s = ptx::exp2_approx(fmaf(s, unit, -base[i]));
           sum[c] += s;
         }
       }
@@ -245,8 +257,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void rescale_out(const float (&rescale)[2]) {
-    // The maxima settle after a few tiles; then all factors of a warp are 1 and the products are left out (the same bits).
-    if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) {
+    if (rescales) {
 #pragma unroll
       for (int j = 0; j < kHeadDim / 2; ++j) out[j] *= rescale[(j / 2) % 2];
     }
@@ -299,7 +310,8 @@ struct Consumer {
   // kPending: P V of the step before is due, and runs beside this step's Q K^T and its softmax. `owes_value` (shared ring): V of the tile
   // before was skipped; it is handed back now that this tile's K shows that the producer is past it.
   template <bool kPending, bool kVotes, bool kOwnValues>
-  __device__ __forceinline__ bool step(int tile, Places<kOwnValues>& at, bool owes_value) {
+  __device__ __forceinline__ bool step(Places<kOwnValues>& at, int tiles, bool owes_value) {
+    const int tile = at.tile;
     if constexpr (kMasked) stage_key_bias(tile);
     ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity);
     if constexpr (!kPending && kVotes && !kOwnValues) {
@@ -309,6 +321,11 @@ struct Consumer {
     qk_gemm(at.key.stage);
     if constexpr (kPending) issue_due_pv<kOwnValues>(at);
     pass_turn();
+    // The next step's place, while the products run: forty dependent instructions that would otherwise delay them (200 cycles, measured).
+    at.next_key = at.key;
+    at.next_key.advance();
+    at.next_tile = at.tile + 1 == tiles ? 0 : at.tile + 1;
+    asm volatile("" : "+r"(at.next_key.stage), "+r"(at.next_key.parity), "+r"(at.next_tile));
     ptx::wgmma_wait<kPending ? 1 : 0>();
     ptx::pin(scores);
     release(smem.key_empty[at.key.stage]);
@@ -370,20 +387,19 @@ struct Consumer {
 
     Places<kOwnValues> at;
     bool pending = false, owes_value = false;  // V of the tile before: P V of it is due; skipped, and not handed back yet
-    const auto advance = [&] {
-      at.key.advance();
+    const auto advance_value = [&] {
       at.due = at.value;
       if (!kOwnValues || pending) at.value.advance();
       owes_value = !pending;
     };
     int position = 0;
-    for (; position < begin; ++position, advance()) pass_tile<kVotes, kOwnValues>(at, owes_value);
-    for (; position < end; ++position, advance()) {
-      const int tile = stream.tile(position);
+    for (; position < begin; ++position, at.key.advance(), advance_value()) pass_tile<kVotes, kOwnValues>(at, owes_value);
+    at.tile = stream.tile(begin);
+    for (; position < end; ++position, at.key = at.next_key, at.tile = at.next_tile, advance_value()) {
       if (pending) {
-        pending = step<true, kVotes, kOwnValues>(tile, at, owes_value);
+        pending = step<true, kVotes, kOwnValues>(at, stream.tiles, owes_value);
       } else {
-        pending = step<false, kVotes, kOwnValues>(tile, at, owes_value);
+        pending = step<false, kVotes, kOwnValues>(at, stream.tiles, owes_value);
       }
     }
     if (pending) {
@@ -391,7 +407,7 @@ struct Consumer {
       await_due_pv<kOwnValues>(at);
       pending = owes_value = false;
     }
-    for (; position < stream.length; ++position, advance()) pass_tile<kVotes, kOwnValues>(at, owes_value);
+    for (; position < stream.length; ++position, at.key.advance(), advance_value()) pass_tile<kVotes, kOwnValues>(at, owes_value);
     if (take_turns && group == 0) ptx::barrier_sync(kTurn + 0, kGroups * kWarpgroup);  // takes the turn that nobody waits for
     if constexpr (!kVotes) ptx::barrier_sync(kDone, kGroups * kWarpgroup);  // the output leaves through a buffer of the shared ring
     if (has_rows) store_output();
