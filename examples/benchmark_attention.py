@@ -120,12 +120,24 @@ def measure(shape: Shape, name: str, shares: Sequence[float], mode: str, rounds:
         for key, blocks in times.items():
             ms = statistics.median(blocks)
             row = {
-                "implementation": key, "shape": name, "dtype": "bfloat16", "B": 1, "H": shape.heads, "Sq": shape.length,
-                "Skv": shape.length, "D": shape.head_dim, "lambda": threshold if key == "sm90" else None, "tile_order": ORDER if key == "sm90" else None,
-                "causal": False, "skipped": round(skipped, 4) if key == "sm90" else 0.0, "ms": round(ms, 4),
-                "spread": round((max(blocks) - min(blocks)) / ms, 4), "tflops": round(shape.operations / ms * 1e-9, 1),
-                "ratio_cudnn": round(cudnn / ms, 4), "mode": mode,
-            }  # fmt: skip
+                "implementation": key,
+                "shape": name,
+                "dtype": "bfloat16",
+                "B": 1,
+                "H": shape.heads,
+                "Sq": shape.length,
+                "Skv": shape.length,
+                "D": shape.head_dim,
+                "lambda": threshold if key == "sm90" else None,
+                "tile_order": ORDER if key == "sm90" else None,
+                "causal": False,
+                "skipped": round(skipped, 4) if key == "sm90" else 0.0,
+                "ms": round(ms, 4),
+                "spread": round((max(blocks) - min(blocks)) / ms, 4),
+                "tflops": round(shape.operations / ms * 1e-9, 1),
+                "ratio_cudnn": round(cudnn / ms, 4),
+                "mode": mode,
+            }
             rows.append(row)
             print(
                 f"{name:14s} H{shape.heads} S{shape.length:<7d} D{shape.head_dim:<4d} {mode:9s} {key:6s} skipped {row['skipped']:6.1%}  "
