@@ -20,7 +20,7 @@ from skip_attn_compile.report import Report
 from skip_attn_compile.rewrite import copy_graph_module, rewrite
 from skip_attn_compile.rules import Decision, decide
 from skip_attn_compile.sites import AttentionSite, find_sites
-from skip_attn_compile.summary import KEPT_WHEN_COMPILED, build_report
+from skip_attn_compile.summary import KEPT_WHEN_COMPILED, build_report, kept_sites
 
 log = logging.getLogger(__name__)
 
@@ -88,11 +88,10 @@ class SkipBackend:
     def _refuse_what_needs_a_recompile(self, config: SkipConfig) -> None:
         with self._lock:
             graphs = list(self._graphs)
-        sites = [site for graph in graphs for site in build_report([graph], config, self._models).sites]
-        frozen = [site.name for site in sites if site.decision == "kept" and site.reasons == (KEPT_WHEN_COMPILED,)]
+        frozen, all_kept = kept_sites(graphs, config, self._models)
         if frozen:
             raise ValueError(f"update would need a recompile: {', '.join(frozen)} {KEPT_WHEN_COMPILED}")
-        if sites and all(site.decision == "kept" for site in sites):
+        if all_kept:
             raise ValueError("update cannot take effect: every site was kept as SDPA when it was compiled; see report() for the reasons")
 
     def report(self) -> Report:

@@ -50,6 +50,21 @@ def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: Know
     return report
 
 
+def kept_sites(graphs: Sequence[GraphRecord], config: SkipConfig, models: KnownModels) -> tuple[list[str], bool]:
+    """(names of the sites that `config` would have skip, but that were kept when compiled; whether every site was). Reads no counts."""
+    frozen = [
+        _name(layer, decision.call_index)
+        for graph in graphs
+        for frame in graph.frames
+        for site, path in frame.sites.items()
+        if (decision := graph.decisions[site]).kept and not decision.reasons
+        for layer in (candidate.layer(path) for candidate in frame.candidates(models))
+        if not policy(config, layer).reasons
+    ]
+    decisions = [decision for graph in graphs for decision in graph.decisions]
+    return frozen, bool(decisions) and all(decision.kept for decision in decisions)
+
+
 def read_counts(graph: GraphRecord) -> dict[tuple[int, Candidate | None], Counts]:
     """(site, caller) -> counts, over all threads."""
     totals: dict[tuple[int, Candidate | None], Counts] = {}
@@ -65,7 +80,7 @@ def read_counts(graph: GraphRecord) -> dict[tuple[int, Candidate | None], Counts
 
 def _site_row(decision: Decision, layer: LayerName, config: SkipConfig, counts: Counts) -> SiteReport:
     asked = policy(config, layer)
-    name, reasons = _shown(layer.full or "(root)", decision.call_index), decision.reasons + asked.reasons
+    name, reasons = _name(layer, decision.call_index), decision.reasons + asked.reasons
     row = SiteReport(name, "kept", reasons, kv_lens=(str(decision.kv_len),))
     if decision.kept:
         if not row.reasons:
@@ -108,6 +123,10 @@ def _unknown_row(decision: Decision, frame: Frame, path: str) -> SiteReport:
     root = frame.function if frame.root_class is None else frame.root_class.__name__
     name = _shown(f"{root}:{path}" if path else root, decision.call_index)
     return SiteReport(name, "kept" if decision.kept else "dense now", (*decision.reasons, ATTACH), kv_lens=(str(decision.kv_len),))
+
+
+def _name(layer: LayerName, call_index: int) -> str:
+    return _shown(layer.full or "(root)", call_index)
 
 
 def _shown(name: str, call_index: int) -> str:
