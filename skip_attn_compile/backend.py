@@ -14,7 +14,8 @@ from torch.fx import GraphModule
 
 from skip_attn_compile.composites import has_composites, open_composites
 from skip_attn_compile.config import SkipConfig
-from skip_attn_compile.layers import Frame, KnownModels, LayerName, frames_of_graph, unwrap
+from skip_attn_compile.frames import frames_of_graph
+from skip_attn_compile.layers import Frame, KnownModels, LayerName, unwrap
 from skip_attn_compile.live import CompiledGraph, GraphRecord, Settings, new_control
 from skip_attn_compile.report import Report
 from skip_attn_compile.rewrite import copy_graph_module, rewrite

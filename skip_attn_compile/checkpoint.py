@@ -7,36 +7,29 @@
          formula; the keys of the group, or some of them, at the top level.
     V4   another formula, which gives lambda itself: refused, as every formula but FORMULA is. Nothing is ever evaluated.
 
-What lies where is known to `_parse` and `_coefficients`, what a value may be to `_At`.
+What lies where is known to `_parse` and `_coefficients`, what a value may be to `json_values.At`.
 """
 
-import json
 import logging
 import math
-import numbers
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from skip_attn_compile.config import Calibration, SkipConfig
-from skip_attn_compile.validate import check_pattern, check_patterns
+from skip_attn_compile.json_values import TOP, At, CheckpointError, load, show
+from skip_attn_compile.validate import check_patterns
 
 log = logging.getLogger(__name__)
 
-TOP = "the config"
 KEY = "sparse_attention_config"
 OWN_KEY = "skip_attn_compile"
 FORMULA = "a * exp(b * target_sparsity)"
 ALGORITHMS = ("skip_softmax", "softmax_skip")
-MAX_BYTES = 16 * 2**20  # real ones have a few KiB
 MODELOPT_TILES = {"tile": (128, 128), "tile_order": "ascending"}  # what ModelOpt counts when it calibrates; its export does not say so
 KEPT = SkipConfig(threshold=0.0, ignore=("*",))  # for a component in which nothing may skip
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the text states the file (or "dict"), the JSON path and the value."""
 
 
 @dataclass(frozen=True)
@@ -188,9 +181,9 @@ def _pipeline_parts(source: Any) -> dict[str, Any] | None:
         folder = folder.parent if folder.name == "model_index.json" else folder
         if not os.path.isfile(folder / "model_index.json"):
             return None
-        index = _load(folder / "model_index.json")
+        index = load(folder / "model_index.json")
         if not isinstance(index, dict):
-            raise CheckpointError(f"{folder / 'model_index.json'}: a pipeline's index must be an object, got {_show(index)}")
+            raise CheckpointError(f"{folder / 'model_index.json'}: a pipeline's index must be an object, got {show(index)}")
         # {"transformer": ["diffusers", "WanTransformer3DModel"], "transformer_2": [null, null], "boundary_ratio": 0.9, "_class_name": ...}
         names = [name for name, kind in index.items() if isinstance(kind, list) and len(kind) >= 2 and None not in kind[:2]]
         if not names:
@@ -219,55 +212,27 @@ def _open(source: Any) -> tuple[str, Any]:
         path = Path(os.fsdecode(source))
         if os.path.isdir(path):
             path = path / "config.json"
-        return str(path), _load(path)
+        return str(path), load(path)
     if isinstance(config := getattr(source, "config", None), Mapping):
         return f"{type(source).__name__}.config", config
     text = "must be a component's folder, its config.json, a dict, a diffusers model or its config, or a pipeline's folder"
-    raise CheckpointError(f"{_name(source)}: source {text}, got {_show(source)}")
+    raise CheckpointError(f"{_name(source)}: source {text}, got {show(source)}")
 
 
 def _name(source: Any) -> str:
     return os.fsdecode(source) if isinstance(source, str | os.PathLike) else type(source).__name__
 
 
-def _load(path: Path) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in table:
-                raise CheckpointError(f"{path}: {key} must stand once in its object, got {_show(table[key])} and {_show(value)}")
-            table[key] = value
-        return table
-
-    if not os.path.isfile(path):
-        raise CheckpointError(f"{path}: not a file; what a model hub holds must be downloaded first")
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise CheckpointError(f"{path}: a config must have at most {MAX_BYTES} bytes, got {os.path.getsize(path)}")
-        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=unique)
-    except CheckpointError:
-        raise
-    except RecursionError as error:
-        raise CheckpointError(f"{path}: nested too deeply to be read") from error
-    except (OSError, ValueError) as error:  # also UnicodeDecodeError, JSONDecodeError
-        raise CheckpointError(f"{path}: cannot be read as JSON in UTF-8: {error}") from error
-
-
-# From JSON values to a record.
-
-
 def _parse(where: str, config: Any) -> CheckpointSparsity:
-    top = _At(where, TOP, config)
+    top = At(where, TOP, config)
     inner = top.get(KEY) is None and any(top.get(key) is not None for key in ("config_groups", "threshold_scale_factor"))
-    root = _At(where, KEY, config) if inner else top.get(KEY)
+    root = At(where, KEY, config) if inner else top.get(KEY)
     group = None if root is None else _skip_group(root)
     if root is None or group is None:
         return CheckpointSparsity()
     holders = (group,) if group is root else (group, root)
 
-    def find(key: str) -> _At | None:
+    def find(key: str) -> At | None:
         return next((at for holder in holders if (at := holder.get(key)) is not None), None)
 
     ignored = [at for holder in holders for key in ("ignore", "disabled_layers") if (at := holder.get(key)) is not None]
@@ -283,7 +248,7 @@ def _parse(where: str, config: Any) -> CheckpointSparsity:
     )
 
 
-def _skip_group(root: "_At") -> "_At | None":
+def _skip_group(root: "At") -> "At | None":
     """The group of skip-softmax, chosen by what it is and never by its name; the top level itself where there are no groups."""
     groups = root.get("config_groups")
     candidates = [root] if groups is None else groups.members()
@@ -299,7 +264,7 @@ def _skip_group(root: "_At") -> "_At | None":
     return found[0] if found else None
 
 
-def _calibration(factor: "_At | None", facts: "_At | None", producer: tuple[str, str] | None) -> Calibration | None:
+def _calibration(factor: "At | None", facts: "At | None", producer: tuple[str, str] | None) -> Calibration | None:
     if factor is None:
         return None
     tables = [at for key in ("coefficients", "prefill") if (at := factor.get(key)) is not None]
@@ -322,7 +287,7 @@ def _calibration(factor: "_At | None", facts: "_At | None", producer: tuple[str,
         raise CheckpointError(f"{factor.where}: {facts.path if facts else factor.path}.{error}") from error
 
 
-def _coefficients(table: "_At") -> tuple[float, float]:
+def _coefficients(table: "At") -> tuple[float, float]:
     if table.get("c") is not None:
         raise table.fails(f'the coefficients of "{FORMULA}", a and b')
     if table.get("a") is None and (log_a := table.get("log_a")) is not None:
@@ -332,86 +297,15 @@ def _coefficients(table: "_At") -> tuple[float, float]:
     return a, table.member("b").number("a finite number")
 
 
-def _phase(at: "_At | None") -> float | None:
+def _phase(at: "At | None") -> float | None:
     """A number in [0, 1], or an object of such by phase, of which a diffusion transformer takes prefill."""
     if at is not None and isinstance(at.value, Mapping):
         at = at.get("prefill")
     return None if at is None else at.number("a number in [0, 1]", lambda x: 0 <= x <= 1)
 
 
-def _producer(at: "_At | None") -> tuple[str, str] | None:
+def _producer(at: "At | None") -> tuple[str, str] | None:
     if at is None or (name := at.get("name")) is None:
         return None
     version = at.get("version")
     return name.text(), version.text() if version else ""
-
-
-_NOTHING = object()
-
-
-class _At:
-    """A JSON value and where it stands; a null counts as absent."""
-
-    def __init__(self, where: str, path: str, value: Any) -> None:
-        self.where, self.path, self.value = where, path, value
-
-    def fails(self, contract: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {self.path} must be {contract}, got {_show(self.value)}")
-
-    def member(self, key: Any) -> "_At":
-        if not isinstance(self.value, Mapping):
-            raise self.fails("an object")
-        return _At(self.where, str(key) if self.path in (TOP, KEY) else f"{self.path}.{key}", self.value.get(key, _NOTHING))
-
-    def get(self, key: str) -> "_At | None":
-        member = self.member(key)
-        return None if member.value is None or member.value is _NOTHING else member
-
-    def members(self) -> "list[_At]":
-        if not isinstance(self.value, Mapping):
-            raise self.fails("an object")
-        return [self.member(key) for key in self.value]
-
-    def items(self) -> "list[_At]":
-        if not isinstance(self.value, list | tuple):
-            raise self.fails("a list of strings")
-        return [_At(self.where, f"{self.path}[{i}]", value) for i, value in enumerate(self.value)]
-
-    def text(self) -> str:
-        if not isinstance(self.value, str):
-            raise self.fails("a string")
-        return self.value
-
-    def patterns(self) -> list[str]:
-        items = self.items()
-        for item in items:
-            try:
-                check_pattern(item.path, item.value)
-            except ValueError as error:
-                raise CheckpointError(f"{self.where}: {error}") from error
-        return [item.value for item in items]
-
-    def number(self, contract: str, holds: Callable[[float], bool] = lambda x: True, then: Callable[[float], float] = float) -> float:
-        try:
-            number = float(self.value) if isinstance(self.value, numbers.Real) and not isinstance(self.value, bool) else math.nan
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number) or not holds(number):
-            raise self.fails(contract)
-        return then(number)
-
-    def count(self) -> int:
-        if not isinstance(self.value, int) or isinstance(self.value, bool) or self.value < 0:
-            raise self.fails("an integer >= 0")
-        return self.value
-
-
-def _show(value: Any) -> str:
-    """`value` as JSON, short."""
-    if value is _NOTHING:
-        return "nothing"
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError, RecursionError):  # no JSON, a cycle, an integer beyond Python's limit, too deep
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 200 else text[:200] + "..."
