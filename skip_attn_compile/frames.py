@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -23,13 +24,13 @@ def frames_of_graph(module_ids: Sequence[tuple[int, ...]], example_inputs: Seque
     for index, ids in enumerate(module_ids):
         owner, tree = scope.locate(ids)
         if owner is None or tree is None:
-            frames.setdefault(0, Frame(None, scope.function)).sites[index] = ""
+            frames.setdefault(0, Frame(None, scope.code.co_name, scope.code)).sites[index] = ""
             continue
         root = scope.root_of(owner, tree, example_inputs)
         if id(root) not in frames:
             if models.holding(root) is None and not scope.is_part_of_a_larger_model(tree):
                 models.attach(tree)
-            frames[id(root)] = Frame(type(root), scope.function, _anchors(root, example_inputs))
+            frames[id(root)] = Frame(type(root), scope.code.co_name, scope.code, _anchors(root, example_inputs))
             paths[id(root)] = {id(module): clean_path(root, path) for path, module in root.named_modules()}
         frames[id(root)].sites[index] = paths[id(root)][id(owner)]
     for frame in frames.values():  # Parameters of the attention modules first: they are the least likely to be shared
@@ -61,7 +62,7 @@ def _anchors(root: nn.Module, example_inputs: Sequence[object]) -> tuple[Anchor,
 class _FrameScope:
     """The Python frame that Dynamo is capturing: the modules it can see, and those that are running above it."""
 
-    function: str
+    code: CodeType
     local_modules: list[nn.Module]
     running: list[nn.Module]  # modules whose methods are on the Python stack
     found: dict[int, tuple[nn.Module, nn.Module]]  # id(module) -> (module, the tree it was found in)
@@ -81,7 +82,7 @@ class _FrameScope:
             for module in tree.modules():
                 found.setdefault(id(module), (module, tree))
         models_of = {id(module): model for model in reversed(known) for module in model.modules()}
-        return cls(tx.f_code.co_name, local_modules, _running_modules(), found, models_of)
+        return cls(tx.f_code, local_modules, _running_modules(), found, models_of)
 
     def locate(self, ids: tuple[int, ...]) -> tuple[nn.Module | None, nn.Module | None]:
         """(the module that made a call, the tree that holds it); (None, None) for a plain function."""

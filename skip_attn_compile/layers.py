@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 
 import torch
 from torch import nn
@@ -115,6 +116,7 @@ class Frame:
 
     root_class: type | None  # None: a plain function, which is the only layer that it can be
     function: str  # whose code Dynamo captured
+    code: CodeType
     anchors: tuple[Anchor, ...] = ()
     sites: dict[int, str] = field(default_factory=dict)
     warned: bool = False

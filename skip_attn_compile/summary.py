@@ -47,7 +47,22 @@ def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: Know
         report.unmatched = unmatched_patterns(config, list(layers))
     if not rows:
         report.notes.append(f"no scaled_dot_product_attention call was seen in {len(graphs)} compiled graph{'s' * (len(graphs) != 1)}")
+    report.notes += _at_recompile_limit(graphs)
     return report
+
+
+def _at_recompile_limit(graphs: Sequence[GraphRecord]) -> list[str]:
+    """A note for each function with as many compiled variants as Dynamo allows: it runs the next one eager, and only logs that."""
+    from torch._dynamo import config
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    codes = {frame.code: frame.function for graph in graphs for frame in graph.frames}
+    return [
+        f"{function} has the {config.recompile_limit} compiled variants that Dynamo allows: any further one runs eager, with plain"
+        " attention; raise torch._dynamo.config.recompile_limit, or compile with dynamic=True"
+        for code, function in codes.items()
+        if len(_debug_get_cache_entry_list(code)) >= config.recompile_limit
+    ]
 
 
 def kept_sites(graphs: Sequence[GraphRecord], config: SkipConfig, models: KnownModels) -> tuple[list[str], bool]:

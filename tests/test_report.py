@@ -194,3 +194,20 @@ def test_an_old_report_does_not_change() -> None:
 
 def test_nearest_has_no_doubles_and_no_strangers() -> None:
     assert nearest("blocks.0.atn1", ["blocks.0.attn1", "blocks.0.attn1", "xyz"]) == ("blocks.0.attn1",)
+
+
+def test_recompile_limit_is_said() -> None:
+    be, recorder = recording_backend(skip_config())
+    compiled = torch.compile(dit(), backend=be, dynamic=False)
+    limit = torch._dynamo.config.recompile_limit
+    for variant in range(limit - 1):
+        compiled(tokens(length=256 + variant))
+    assert be.report().notes == []
+    compiled(tokens(length=512))
+    (note,) = be.report().notes
+    assert note.startswith(f"forward has the {limit} compiled variants that Dynamo allows: any further one runs eager")
+    before = be.report().visited
+    compiled(tokens(length=640))  # what the note says: eager, nothing counted
+    assert len(recorder.graphs) == limit
+    assert be.report().visited == before
+    assert note in str(be.report())
