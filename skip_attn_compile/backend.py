@@ -163,14 +163,15 @@ class SkipBackend:
             self._graphs.append(record)
 
     def _log(self, record: GraphRecord) -> None:
-        """Each reason once; the report has them all."""
+        """Each reason once; the report has them all. A warning where the config asks for skipping and nothing here can do it."""
         kept = len(record.decisions) - len(record.rewritten)
         log.info("graph with %d attention sites: %d rewritten, %d kept", len(record.decisions), len(record.rewritten), kept)
+        unserved = {reason for decision in record.decisions if decision.unserved for reason in decision.reasons}
         for row in build_report([record], self.config, self._models).sites:
             for reason in row.reasons:
                 if reason not in self._logged:
                     self._logged.add(reason)
-                    log.info("%s is %s: %s", row.name, row.decision, reason)
+                    log.log(logging.WARNING if reason in unserved else logging.INFO, "%s is %s: %s", row.name, row.decision, reason)
 
 
 def report(compiled: Any) -> Report:

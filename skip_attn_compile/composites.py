@@ -14,18 +14,18 @@ from torch.utils import _pytree as pytree
 
 
 def has_composites(gm: GraphModule) -> bool:
-    return any(_is_composite(node) for node in gm.graph.nodes)
+    return any(is_composite(node) for node in gm.graph.nodes)
 
 
 def open_composites(gm: GraphModule) -> None:
     """Replace every `F.multi_head_attention_forward` that would call SDPA by what it does, in place."""
     for node in list(gm.graph.nodes):
-        if _is_composite(node):
+        if is_composite(node):
             _open(gm, node)
     gm.recompile()
 
 
-def _is_composite(node: Node) -> bool:
+def is_composite(node: Node) -> bool:
     # With need_weights it multiplies the matrices itself, and there is no SDPA call to find.
     return node.op == "call_function" and node.target is F.multi_head_attention_forward and node.kwargs.get("need_weights") is False
 
@@ -35,7 +35,7 @@ def _open(gm: GraphModule, node: Node) -> None:
     inputs = list(dict.fromkeys(node.all_input_nodes))
     examples = [n.meta.get("example_value") for n in inputs]
     if any(example is None for example in examples):
-        return  # it stays whole, and dense; the report finds it by `has_composites`
+        return  # it stays whole; find_sites makes a site of it, which is kept because its shapes are not known
     body = make_fx(_as_function(node, inputs), pre_dispatch=True)(*examples)
     with graph.inserting_before(node):
         copied: dict[Node, Node] = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))

@@ -119,7 +119,6 @@ class Frame:
     code: CodeType
     anchors: tuple[Anchor, ...] = ()
     sites: dict[int, str] = field(default_factory=dict)
-    warned: bool = False
     _candidates: tuple[Candidate, ...] = ()
     _generation: int = -1
     _by_id: dict[int, Candidate] = field(default_factory=dict)

@@ -135,10 +135,8 @@ class CompiledGraph:
         # An unknown caller gets only what every module that it may be would get.
         policies = {policy(config, candidate.layer(frame.sites[site])) for candidate in frame.candidates(self._models)}
         alike = len({p.control for p in policies}) == 1
-        if not frame.warned:
-            frame.warned = True
-            effect = "it gets what all candidates get" if alike else "it stays dense"
-            log.warning("a call of %s comes from a module that is not known, so %s; %s", frame.function, effect, ATTACH)
+        effect = "it gets what all candidates get" if alike else "it stays dense"
+        self._settings.warn_once("a call of %s comes from a module that is not known, so %s; %s", frame.function, effect, ATTACH)
         return policies.pop() if alike else Policy()
 
     def _check_lambdas(self, slot: Slot, sizes: tuple[int, ...]) -> None:

@@ -58,6 +58,7 @@ class Decision:
     """Whether one SDPA call is rewritten, for good.
 
     reasons: why the call is kept whatever its layer; the reasons that depend on the layer are in its `Policy`.
+    unserved: nothing but the lack of an implementation keeps it.
     """
 
     kept: bool
@@ -66,6 +67,7 @@ class Decision:
     kv_len: Size | None
     masked: bool
     implementation: kernels.Implementation | None
+    unserved: bool
 
     @property
     def host_kv_len(self) -> Size | None:
@@ -78,9 +80,12 @@ def decide(site: AttentionSite, layers: Sequence[LayerName], config: SkipConfig)
 
     layers: those that may run this call; empty where none is known yet: then it is rewritten, and dense until one is.
     """
-    reasons, implementation = reasons_to_keep(site, config)
+    of_call, chosen = _reasons_to_keep(site, config)
+    of_implementations, implementation = (chosen, None) if isinstance(chosen, list) else ([], chosen)
     never = bool(layers) and all(policy(config, layer).reasons for layer in layers)
-    return Decision(bool(reasons) or never, reasons, site.call_index, site.kv_len, site.mask is not None, implementation)
+    reasons = (*of_call, *of_implementations)
+    unserved = bool(of_implementations) and not of_call and not never
+    return Decision(bool(reasons) or never, reasons, site.call_index, site.kv_len, site.mask is not None, implementation, unserved)
 
 
 def policy(config: SkipConfig, layer: LayerName) -> Policy:
@@ -111,15 +116,15 @@ def matches(pattern: str, layer: LayerName) -> bool:
     return fnmatch.fnmatchcase(layer.full, pattern) or fnmatch.fnmatchcase(layer.path, pattern)
 
 
-def reasons_to_keep(site: AttentionSite, config: SkipConfig) -> tuple[tuple[str, ...], kernels.Implementation | None]:
-    """Every reason why the call itself, whatever its layer, must stay SDPA; none, and what will run it, where it may be rewritten."""
+def _reasons_to_keep(site: AttentionSite, config: SkipConfig) -> tuple[list[str], kernels.Implementation | list[str]]:
+    """Why the call itself, whatever its layer, must stay SDPA; and what would run it, or why nothing can."""
     query, key, value = site.query, site.key, site.value
     unknown_mask = site.arguments["attn_mask"] is not None and site.mask is None
     if query is None or key is None or value is None or site.dtype is None or unknown_mask:
-        return (REASONS["unknown shapes"],), None
+        return [REASONS["unknown shapes"]], []
     shapes = ", ".join(str(list(t.shape)) for t in (query, key, value))
     if not query.dim() == key.dim() == value.dim() == 4:
-        return (REASONS["rank"].format(shapes=shapes),), None
+        return [REASONS["rank"].format(shapes=shapes)], []
     computed = [name for name in ("dropout_p", "is_causal", "enable_gqa") if isinstance(site.arguments[name], torch.fx.Node)]
     reasons = [REASONS["not constant"].format(argument=name) for name in computed]
     if site.nested:
@@ -132,10 +137,7 @@ def reasons_to_keep(site: AttentionSite, config: SkipConfig) -> tuple[tuple[str,
     if isinstance(site.kv_len, int) and site.kv_len < config.min_kv_len:
         reasons.append(REASONS["short kv"].format(kv_len=site.kv_len, min_kv_len=config.min_kv_len))
     reasons += _shape_reasons(site, shapes)
-    chosen = _implementation(site, config)
-    if isinstance(chosen, list):
-        return (*reasons, *chosen), None
-    return tuple(reasons), chosen
+    return reasons, _implementation(site, config)
 
 
 def _shape_reasons(site: AttentionSite, shapes: str) -> list[str]:

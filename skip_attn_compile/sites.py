@@ -9,11 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
+from skip_attn_compile.composites import is_composite
+
 SDPA_TARGETS = (
     F.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention.default,
 )
+
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 Size = int | torch.SymInt
 
@@ -74,7 +78,7 @@ def static_size(size: Size) -> Size:
 
 def _sdpa_nodes(gm: GraphModule, nested: bool = False) -> Iterator[tuple[GraphModule, Node, bool]]:
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in SDPA_TARGETS:
+        if (node.op == "call_function" and node.target in SDPA_TARGETS) or is_composite(node):
             yield gm, node, nested
     for child in gm.children():
         if isinstance(child, GraphModule):
@@ -82,6 +86,8 @@ def _sdpa_nodes(gm: GraphModule, nested: bool = False) -> Iterator[tuple[GraphMo
 
 
 def _arguments(gm: GraphModule, node: Node) -> dict[str, Any]:
+    if is_composite(node):  # it could not be opened, so what it gives SDPA is not known
+        return dict.fromkeys(_ARGUMENTS)
     normalized = node.normalized_arguments(gm, normalize_to_only_use_kwargs=True)
     if normalized is None:
         raise RuntimeError(f"FX could not normalise the arguments of {node.format_node()}; please report this graph")

@@ -601,3 +601,14 @@ def test_inductors_disk_cache_knows_config_and_version(tmp_path: pathlib.Path) -
     }
     found = run(*(step[:2] for step in steps.values()))
     assert dict(zip(steps, found, strict=True)) == {name: step[2] for name, step in steps.items()}
+
+
+def test_lack_of_an_implementation_is_a_warning_and_other_reasons_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="skip_attn_compile")
+    for config in (skip_config(implementation="sm90"), skip_config(implementation="sm90", ignore=("*",)), skip_config(ignore=("*",))):
+        be, _ = recording_backend(config)
+        torch.compile(dit(), backend=be)(tokens())
+        torch._dynamo.reset()
+    warnings = {r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and r.name == "skip_attn_compile.backend"}
+    assert any("blocks.0.attn1 is kept: sm90 runs on cuda, not on cpu" in message for message in warnings)
+    assert not any("ignored" in message for message in warnings)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from graphs import recording_backend, targets
 from models import TILES, Attention, dit, leveled, reference_sdpa, skip_config, tokens
+from skip_attn_compile import composites
 from skip_attn_compile.composites import has_composites
 from skip_attn_compile.sites import AttentionSite, find_sites
 
@@ -280,3 +281,13 @@ def test_a_graph_without_modules_has_no_composites() -> None:
     assert not has_composites(graph)
     (site,) = find_sites(graph)
     assert (site.query, site.dtype, site.kv_len) == (None, None, None)
+
+
+def test_multi_head_attention_that_cannot_be_opened_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composites, "_open", lambda gm, node: None)
+    be, _ = recording_backend(skip_config())
+    model = torch.nn.MultiheadAttention(32, 2, batch_first=True).eval().requires_grad_(False)
+    torch.compile(lambda x: model(x, x, x, need_weights=False)[0], backend=be)(tokens())
+    (site,) = be.report().sites
+    assert site.decision == "kept"
+    assert site.reasons == ("the graph does not record the shapes of the call",)

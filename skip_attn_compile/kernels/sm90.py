@@ -39,10 +39,9 @@ def run(
     tile_order: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shapes as in `ops.py`; asynchronous, on the current stream of query's device."""
-    batch, heads, rows, _ = query.shape
     out = empty_output(query, value.shape[3])
-    lse = query.new_empty((batch, heads, rows), dtype=torch.float32)  # a microsecond less than torch.empty
-    counts = query.new_empty((batch, heads, 2), dtype=torch.int32)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    counts = torch.empty((*query.shape[:2], 2), dtype=torch.int32, device=query.device)
     _attention()(query, key, value, threshold, attn_mask, query_mask, out, lse, counts, is_causal, scale, tile_order == "own_first")
     return out, lse, counts
 

@@ -1,6 +1,5 @@
 """The backend on a Hopper GPU: Inductor, CUDA graphs, live lambda, counts; against eager runs with the reference."""
 
-import contextlib
 import time
 from collections.abc import Iterator
 
@@ -9,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import models
 import skip_attn_compile
 from skip_attn_compile import Rule, SkipConfig
-from skip_attn_compile.reference import reference_attention
 
 HEADS, HEAD_DIM, TOKENS = 4, 64, 1024
 
@@ -24,7 +23,7 @@ class Attention(nn.Module):
         self.to_v = nn.Linear(HEADS * HEAD_DIM, HEADS * HEAD_DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Scores are level * 4 ln-free units: tiles of 128 keys on levels 0..7, the same for all rows, whatever x is.
+        # Tiles of 128 keys lie on levels 0 to 7, the same for all rows, whatever x is.
         tokens = x.shape[1]
         level = torch.arange(tokens, device=x.device) // 128 * 3 % 8
         key = torch.zeros(x.shape[0], tokens, HEADS, HEAD_DIM, dtype=x.dtype, device=x.device)
@@ -59,22 +58,8 @@ def inputs(tokens: int = TOKENS) -> Tensor:
     return torch.randn(1, tokens, HEADS * HEAD_DIM, device="cuda", dtype=torch.bfloat16)
 
 
-@contextlib.contextmanager
-def reference_sdpa(thresholds: list[float]) -> Iterator[list[tuple[int, int]]]:
-    counts: list[tuple[int, int]] = []
-    original = F.scaled_dot_product_attention
-
-    def replaced(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        threshold = torch.tensor(thresholds[len(counts) % len(thresholds)], device="cuda")
-        out, _, tiles = reference_attention(query, key, value, threshold)
-        counts.append(tuple(tiles.sum((0, 1)).tolist()))
-        return out
-
-    F.scaled_dot_product_attention = replaced
-    try:
-        yield counts
-    finally:
-        F.scaled_dot_product_attention = original
+def reference_sdpa(thresholds: list[float]):
+    return models.reference_sdpa(*[torch.tensor(threshold, device="cuda") for threshold in thresholds])
 
 
 def counts_of(be) -> list[tuple[int, int]]:
