@@ -12,16 +12,20 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from skip_attn_compile.calls import Schedule
 from skip_attn_compile.composites import has_composites, open_composites
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.frames import frames_of_graph
+from skip_attn_compile.gate import Gate
 from skip_attn_compile.layers import Frame, KnownModels, LayerName, unwrap
-from skip_attn_compile.live import CompiledGraph, GraphRecord, Settings, new_control
+from skip_attn_compile.live import CompiledGraph, GraphRecord, new_control
 from skip_attn_compile.report import Report
 from skip_attn_compile.rewrite import copy_graph_module, rewrite
 from skip_attn_compile.rules import Decision, decide
+from skip_attn_compile.settings import Settings
 from skip_attn_compile.sites import AttentionSite, find_sites
 from skip_attn_compile.summary import KEPT_WHEN_COMPILED, build_report, kept_sites
+from skip_attn_compile.timestep import TimestepSpec
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +57,7 @@ class SkipBackend:
         self._inner = inner
         self._settings = Settings(config)
         self._models = KnownModels()
+        self._gate = Gate(self._settings)
         self._graphs: list[GraphRecord] = []
         self._resets: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -66,25 +71,54 @@ class SkipBackend:
         """The config in force, `update`s included."""
         return self._settings.config
 
-    def attach(self, model: nn.Module, name: str = "") -> None:
+    def attach(self, model: nn.Module, name: str = "", *, timestep_spec: TimestepSpec | None = None) -> None:
         """Name the layers of `model`, which is held weakly; `name` is its component, such as "transformer".
 
-        Needed where blocks are compiled one by one, and for a second model of one class on one backend.
+        Needed where blocks are compiled one by one, and for a second model of one class on one backend. With disabled_until_timestep
+        the model gets a forward hook that sees its noise level; timestep_spec says how it is told, for classes not known here.
         """
+        self._attach(model, name, timestep_spec, None)
+
+    def _attach(self, model: nn.Module, name: str, spec: TimestepSpec | None, schedule: Schedule | None) -> None:
+        if spec is not None and not isinstance(spec, TimestepSpec):
+            raise ValueError(f"timestep_spec must be a TimestepSpec(argument, scale), got {spec!r}")
         self._models.attach(model, name)
+        self._gate.attach(model, spec, schedule)
 
-    def update(self, *, threshold: float | None = None, target_sparsity: float | None = None) -> None:
-        """Set a new operating point, lambda or a target share, from the next call on, in all threads, without a recompile.
+    def update(
+        self,
+        *,
+        threshold: float | None = None,
+        target_sparsity: float | None = None,
+        disabled_until_timestep: float | None = None,
+    ) -> None:
+        """Set a new operating point, lambda or a target share, or a new gate, from the next call on, in all threads, without a recompile.
 
-        Layers whose operating point a rule sets are not affected. Raises ValueError for a target without a calibration, and where the
-        change would need a recompile: for a site that was kept because the config had no operating point for it, and where every
-        site was kept.
+        What is not given stays. Layers whose operating point a rule sets are not affected. Raises ValueError for a target without a
+        calibration, and where the change would need a recompile: for a site that was kept because the config had no operating point
+        for it, and where every site was kept.
         """
-        if (threshold is None) == (target_sparsity is None):
-            raise ValueError(f"update needs either threshold or target_sparsity, got {threshold!r} and {target_sparsity!r}")
-        config = dataclasses.replace(self.config, threshold=threshold, target_sparsity=target_sparsity)
-        self._refuse_what_needs_a_recompile(config)
+        self._use(self._updated(threshold, target_sparsity, disabled_until_timestep))
+
+    def _use(self, config: SkipConfig) -> None:
         self._settings.update(config)
+        self._gate.install_hooks()
+
+    def _updated(
+        self, threshold: float | None = None, target_sparsity: float | None = None, disabled_until_timestep: float | None = None
+    ) -> SkipConfig:
+        if threshold is not None and target_sparsity is not None:
+            raise ValueError(f"update needs either threshold or target_sparsity, got {threshold!r} and {target_sparsity!r}")
+        changes: dict[str, Any] = {}
+        if threshold is not None or target_sparsity is not None:
+            changes = {"threshold": threshold, "target_sparsity": target_sparsity}
+        if disabled_until_timestep is not None:
+            changes["disabled_until_timestep"] = disabled_until_timestep
+        if not changes:
+            raise ValueError("update needs threshold, target_sparsity or disabled_until_timestep, got none of them")
+        config = dataclasses.replace(self.config, **changes)
+        self._refuse_what_needs_a_recompile(config)
+        return config
 
     def _refuse_what_needs_a_recompile(self, config: SkipConfig) -> None:
         with self._lock:
@@ -99,13 +133,16 @@ class SkipBackend:
         """Every site seen so far, and its counts. Reads the device, so it waits for the work that is queued there."""
         with self._lock:
             graphs = list(self._graphs)
-        return build_report(graphs, self.config, self._models)
+        report = build_report(graphs, self.config, self._models)
+        report.runs = self._gate.log.runs()
+        return report
 
     def reset(self) -> None:
         """Forget compiled graphs and counts; torch.compiler.reset() calls it. Attached models stay attached."""
         with self._lock:
             self._graphs.clear()
             resets, self._resets = self._resets, []
+        self._gate.log.clear()
         for reset in resets:
             reset()
 
@@ -125,6 +162,8 @@ class SkipBackend:
             open_composites(work)
         sites = find_sites(work)
         frames = frames_of_graph([site.module_ids for site in sites], example_inputs, self._models) if sites else []
+        for frame in frames:
+            frame.timestep_input = self._gate.find_input(work, frame, self._models)
         record = GraphRecord(frames, self._decide(sites, frames))
         self._log(record)
         if not record.rewritten:  # the graph as Dynamo made it: bitwise what plain compile gives
@@ -138,7 +177,7 @@ class SkipBackend:
         with torch.compiler.config.patch(cache_key_tag=_cache_key_tag()):  # type: ignore[attr-defined]
             compiled = inner(work, [*example_inputs, control])
         self._remember(record)
-        return CompiledGraph(compiled, record, self._settings, self._models, example_inputs)
+        return CompiledGraph(compiled, record, self._settings, self._models, self._gate, example_inputs)
 
     def _decide(self, sites: Sequence[AttentionSite], frames: Sequence[Frame]) -> list[Decision]:
         layers: dict[int, list[LayerName]] = {}

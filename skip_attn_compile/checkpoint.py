@@ -106,7 +106,7 @@ def write(record: CheckpointSparsity) -> dict[str, Any]:
 
 
 def to_checkpoint(config: SkipConfig, like: Any = None) -> dict[str, Any]:
-    """`config` as V1; what a SkipConfig does not hold (targets, gate, dense first steps) is taken from the checkpoint `like`."""
+    """`config` as V1; what a SkipConfig does not hold (targets, dense first steps) is taken from the checkpoint `like`."""
     unwritable = {
         "no calibration": config.calibration is None,
         f"threshold={config.threshold}": config.threshold is not None,
@@ -118,11 +118,20 @@ def to_checkpoint(config: SkipConfig, like: Any = None) -> dict[str, Any]:
         raise ValueError(f"a checkpoint holds one calibration, a target_sparsity and ignore patterns; to_checkpoint cannot write {given}")
     base = like if isinstance(like, CheckpointSparsity) else CheckpointSparsity() if like is None else read(like)
     ignore = tuple(dict.fromkeys(config.checkpoint_ignore + config.ignore))
-    return write(replace(base, calibration=config.calibration, ignore=ignore, target_sparsity=config.target_sparsity, producer=None))
+    return write(
+        replace(
+            base,
+            calibration=config.calibration,
+            ignore=ignore,
+            target_sparsity=config.target_sparsity,
+            disabled_until_timestep=config.disabled_until_timestep or None,
+            producer=None,
+        )
+    )
 
 
 def _config(where: str, record: CheckpointSparsity, overrides: Mapping[str, Any]) -> SkipConfig:
-    fields = dict(overrides)
+    fields = {name: value for name, value in overrides.items() if (name, value) != ("disabled_until_timestep", None)}
     if fields.get("calibration") is None:
         fields["calibration"] = record.calibration
     fields["checkpoint_ignore"] = record.ignore + check_patterns("checkpoint_ignore", fields.get("checkpoint_ignore", ()))
@@ -130,10 +139,9 @@ def _config(where: str, record: CheckpointSparsity, overrides: Mapping[str, Any]
         fields["target_sparsity"] = record.target_sparsity
         if record.target_sparsity is not None:
             log.info("%s: target_sparsity=%g, as the checkpoint says", where, record.target_sparsity)
-        # The gate joins here: fields.setdefault("disabled_until_timestep", record.disabled_until_timestep).
-    if record.disabled_until_timestep:
-        text = "%s: disabled_until_timestep=%g asks for dense attention at earlier timesteps; this version does not apply it yet"
-        log.warning(text, where, record.disabled_until_timestep)
+        if record.disabled_until_timestep and "disabled_until_timestep" not in fields:
+            fields["disabled_until_timestep"] = record.disabled_until_timestep
+            log.info("%s: disabled_until_timestep=%g, as the checkpoint says", where, record.disabled_until_timestep)
     if record.initial_disabled_steps:
         text = "%s: initial_disabled_steps=%d asks for dense first steps; no timestep follows from it without the schedule: left to you"
         log.warning(text, where, record.initial_disabled_steps)

@@ -8,6 +8,7 @@ from typing import Any
 
 from skip_attn_compile.validate import (
     Checked,
+    check_cutoff,
     check_ints,
     check_pattern,
     check_patterns,
@@ -113,6 +114,7 @@ class SkipConfig(Checked):
         relative to a row's heaviest key so far. 0 skips nothing, useful values lie in (0, 1), and values above 1 act as 1. Or
     target_sparsity: the share of tiles to skip, in [0, 1]; it needs a calibration, which turns it into lambda for each key length.
     calibration: the curve for target_sparsity.
+    disabled_until_timestep: the gate, in [0, 1]: a call at noise level t (1 = pure noise) is dense while t > it; 0, the default, is off.
     include: fnmatch patterns; modules that match none stay as they are.
     ignore: fnmatch patterns; modules that match one stay as they are, whatever include and rules say.
     rules: `Rule`s in order; the last that matches a module decides there.
@@ -125,6 +127,7 @@ class SkipConfig(Checked):
     threshold: float | None = None
     target_sparsity: float | None = None
     calibration: Calibration | None = None
+    disabled_until_timestep: float = 0.0
     include: tuple[str, ...] = ("*",)
     ignore: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
@@ -138,6 +141,7 @@ class SkipConfig(Checked):
         set_field("threshold", check_threshold(self.threshold))
         set_field("target_sparsity", check_target_sparsity(self.target_sparsity))
         _check_calibration(self.calibration)
+        set_field("disabled_until_timestep", check_cutoff("disabled_until_timestep", self.disabled_until_timestep))
         set_field("checkpoint_ignore", check_patterns("checkpoint_ignore", self.checkpoint_ignore))
         set_field("include", check_patterns("include", self.include))
         set_field("ignore", check_patterns("ignore", self.ignore))
@@ -153,12 +157,12 @@ class SkipConfig(Checked):
 
     @classmethod
     def from_checkpoint(cls, source: Any, **overrides: Any) -> Any:
-        """The config that a calibrated checkpoint asks for: its curve, its target_sparsity, its `ignore` (as checkpoint_ignore).
+        """The config that a calibrated checkpoint asks for: its curve, its target_sparsity and gate, its `ignore`.
 
         source: a component's folder, its config.json, a dict, a diffusers model or its `.config`; or a pipeline's folder, which gives
             a dict of SkipConfig by component name.
-        overrides: fields of SkipConfig. A threshold or target_sparsity beats the checkpoint's, a calibration replaces its curve;
-            `ignore` adds to the checkpoint's.
+        overrides: fields of SkipConfig. A threshold or target_sparsity beats the checkpoint's target and gate, a calibration replaces
+            its curve; `ignore` adds to the checkpoint's, which is held as checkpoint_ignore.
         Raises CheckpointError, a ValueError, for what cannot be used.
         """
         from skip_attn_compile import checkpoint
@@ -168,8 +172,8 @@ class SkipConfig(Checked):
     def to_checkpoint(self, like: Any = None) -> dict[str, Any]:
         """`{"sparse_attention_config": ...}` for a component's config.json; ValueError where the format cannot say what this config says.
 
-        It holds curve, target_sparsity and both ignore lists. How a kernel is run (min_kv_len, tile_order, implementation) has no place
-        in a checkpoint. like: a source as for `from_checkpoint`, whose other facts (targets, gate, dense first steps) are kept.
+        It holds curve, target_sparsity, gate and both ignore lists. How a kernel is run (min_kv_len, tile_order, implementation) has no
+        place in a checkpoint. like: a source as for `from_checkpoint`, whose other facts (targets, dense first steps) are kept.
         """
         from skip_attn_compile import checkpoint
 

@@ -38,6 +38,11 @@ class KnownModel:
     reference: "weakref.ref[nn.Module]"
     name: str
 
+    @property
+    def label(self) -> str:
+        """What messages call it: the component's name, else the class."""
+        return self.name or type(self.reference()).__name__
+
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """(path, module) of every module of the tree, wrapper parts removed; the first name of a shared module only."""
         root = self.reference()
@@ -119,6 +124,9 @@ class Frame:
     code: CodeType
     anchors: tuple[Anchor, ...] = ()
     sites: dict[int, str] = field(default_factory=dict)
+    timestep_input: tuple[str, int] | None = (
+        None  # (argument, position) where the graph holds a whole model and sees how noisy its input is
+    )
     _candidates: tuple[Candidate, ...] = ()
     _generation: int = -1
     _by_id: dict[int, Candidate] = field(default_factory=dict)

@@ -1,6 +1,5 @@
 """The live side of a compiled graph: lambda goes in before each call, counts come out after it, per layer and thread."""
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +8,10 @@ from typing import Any
 import torch
 
 from skip_attn_compile.config import SkipConfig
+from skip_attn_compile.gate import Gate
 from skip_attn_compile.layers import Candidate, Frame, KnownModels
 from skip_attn_compile.rules import Decision, Policy, policy
-
-log = logging.getLogger(__name__)
+from skip_attn_compile.settings import Settings
 
 ATTACH = "call attach(model) on the backend so that its layers have names"
 
@@ -24,39 +23,21 @@ CLAMPED = (
 Callers = tuple[Candidate | None, ...]  # for each frame of a graph, the module that is calling
 
 
-class Settings:
-    """The config in force, shared by all threads. `version` tells a graph that its control rows are out of date."""
-
-    def __init__(self, config: SkipConfig) -> None:
-        self.config = config
-        self.version = 0
-        self._warned: set[tuple[object, ...]] = set()
-        self._lock = threading.Lock()
-
-    def update(self, config: SkipConfig) -> None:
-        with self._lock:
-            self.config = config
-            self.version += 1
-
-    def warn_once(self, message: str, *args: object) -> None:
-        """One warning for each message and arguments."""
-        with self._lock:
-            if (message, *args) in self._warned:
-                return
-            self._warned.add((message, *args))
-        log.warning(message, *args)
-
-
 @dataclass(eq=False)
 class Slot:
     """Control rows and counts of one graph for one combination of callers in one thread."""
 
     callers: Callers
     control: torch.Tensor  # float32 [n_rewritten, 2]: lambda = c0 + c1 / kv_len
+    dense_control: torch.Tensor  # zeros: what the graph gets in its place while the gate says dense
     counts: torch.Tensor  # int64 [n_rewritten, 3]: tiles visited, tiles skipped, calls whose lambda was clamped to 1
     version: tuple[int, int] = (-1, -1)  # of the settings and of the known models that control was written for
     policies: list[Policy] = field(default_factory=list)
     sizes_checked: set[tuple[int, ...]] = field(default_factory=set)
+
+    @property
+    def may_skip(self) -> bool:
+        return any(max(policy.control) > 0 for policy in self.policies)
 
 
 @dataclass(eq=False)
@@ -86,10 +67,16 @@ class CompiledGraph:
     """What Dynamo calls: adds the control input, takes the counts off the outputs."""
 
     def __init__(
-        self, compiled: Callable[..., Any], record: GraphRecord, settings: Settings, models: KnownModels, example_inputs: Sequence[Any]
+        self,
+        compiled: Callable[..., Any],
+        record: GraphRecord,
+        settings: Settings,
+        models: KnownModels,
+        gate: Gate,
+        example_inputs: Sequence[Any],
     ) -> None:
         self._compiled, self._record = compiled, record
-        self._settings, self._models = settings, models
+        self._settings, self._models, self._gate = settings, models, gate
         self._device = record.device
         symbols = {n: x.node.expr for n, x in enumerate(example_inputs) if isinstance(x, torch.SymInt)}
         lengths = {site: length for site in record.rewritten if isinstance(length := record.decisions[site].host_kv_len, torch.SymInt)}
@@ -108,7 +95,7 @@ class CompiledGraph:
             self._write_control(slot, version)
         if sizes not in slot.sizes_checked:
             self._check_lambdas(slot, sizes)
-        *result, counts = self._compiled(*args, slot.control)
+        *result, counts = self._compiled(*args, self._control(slot, args))
         slot.counts.add_(counts)
         return result
 
@@ -116,7 +103,16 @@ class CompiledGraph:
         rows = len(self._record.rewritten)
         with torch.inference_mode(False):
             counts = torch.zeros((rows, 3), dtype=torch.int64, device=self._device)
-        return Slot(callers, new_control(rows, self._device), counts)
+        return Slot(callers, new_control(rows, self._device), new_control(rows, self._device), counts)
+
+    def _control(self, slot: Slot, args: Sequence[object]) -> torch.Tensor:
+        """The rows of the slot, or zeros where the gate says dense. A gate that only a device knows is applied there."""
+        if not slot.may_skip:
+            return slot.control
+        dense = self._gate.dense(self._record.frames, slot.callers, args)
+        if isinstance(dense, torch.Tensor):
+            return slot.control.masked_fill(dense.to(slot.control.device, non_blocking=True), 0)
+        return slot.dense_control if dense else slot.control
 
     def _write_control(self, slot: Slot, version: tuple[int, int]) -> None:
         config = self._settings.config

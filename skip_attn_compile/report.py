@@ -6,6 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from skip_attn_compile.runs import Run
+
+_SHOWN_RUNS = 6  # by str(report); to_dict has all that are remembered
+
 UNKNOWN_LAYER = "unknown layer (attach the model)"
 
 _DECISIONS = ("sparse", "dense now", "kept")  # when several graphs hold one layer, the first of these that applies is shown
@@ -73,11 +77,12 @@ class UnmatchedPattern:
 
 @dataclass
 class Report:
-    """Sites in call order; `str()` is a table, `to_dict()` and `to_json()` are for machines."""
+    """Sites in call order; `str()` is a table, `to_dict()` and `to_json()` are for machines. runs: what the timestep gate did, in order."""
 
     sites: list[SiteReport]
     unmatched: list[UnmatchedPattern] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     graphs: int = 0
 
     @property
@@ -105,6 +110,7 @@ class Report:
             "sites": [{**asdict(site), "sparsity": site.sparsity} for site in self.sites],
             "unmatched": [asdict(unmatched) for unmatched in self.unmatched],
             "notes": list(self.notes),
+            "runs": [asdict(run) for run in self.runs],
             "graphs": self.graphs,
             "visited": self.visited,
             "skipped": self.skipped,
@@ -124,7 +130,14 @@ class Report:
         if self.sparsity is not None:
             total += f" ({self.sparsity:.1%})"
         lines.append(total)
-        return "\n".join([*lines, *map(str, self.unmatched), *self.notes])
+        return "\n".join([*lines, *_shown_runs(self.runs), *map(str, self.unmatched), *self.notes])
+
+
+def _shown_runs(runs: Sequence[Run]) -> list[str]:
+    earlier = len(runs) - _SHOWN_RUNS
+    return ([f"{earlier} earlier run{'s' * (earlier != 1)} under the gate"] if earlier > 0 else []) + [
+        str(run) for run in runs[-_SHOWN_RUNS:]
+    ]
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skip_attn_compile.timestep import float32, is_dense
-from skip_attn_compile.validate import is_finite
+from skip_attn_compile.timestep import float32, is_dense, quotient
+from skip_attn_compile.validate import check_cutoff, is_finite
 
 # diffusers' schedulers by what their attributes mean; any other has timesteps that count config.num_train_timesteps down to 0.
 _FLOW = {  # sigmas are noise levels in [0, 1]; so they are wherever config.use_flow_sigmas is set
@@ -76,7 +76,7 @@ def dense_steps(t: Iterable[float], D: float, *, num_train_timesteps: int | None
     t: noise levels in [0, 1], 1 = pure noise; or, with num_train_timesteps, raw timesteps, which are divided by it.
     D: in [0, 1]. ValueError for a value outside its range.
     """
-    cutoff = _check_cutoff(D)
+    cutoff = check_cutoff("D", D)
     return sum(bool(is_dense(level, cutoff)) for level in _levels(t, num_train_timesteps))
 
 
@@ -118,7 +118,7 @@ def schedule_table(
         raise ValueError(f"num_inference_steps must be an integer >= 1, got {num_inference_steps!r}")
     if isinstance(cutoffs, str) or not isinstance(cutoffs, Iterable):
         raise ValueError(f"cutoffs must be a sequence of numbers in [0, 1], got {cutoffs!r}; write cutoffs=({cutoffs!r},)")
-    checked = [_check_cutoff(cutoff, "cutoffs") for cutoff in cutoffs]
+    checked = [check_cutoff("cutoffs", cutoff) for cutoff in cutoffs]
     scheduler = copy.deepcopy(scheduler)
     if _passes_uniform_sigmas(pipe_or_scheduler, scheduler) and not {"sigmas", "timesteps"} & set(set_timesteps_kwargs):
         set_timesteps_kwargs["sigmas"] = [1 - step / num_inference_steps for step in range(num_inference_steps)]
@@ -134,35 +134,35 @@ def noise_levels(scheduler: Any) -> list[float]:
     One for each entry of scheduler.timesteps at which the model is called. Flow schedulers: sigmas[i], the float behind timesteps that
     may be integers; EDM: sigma / (1 + sigma); others: timestep / num_train_timesteps. ValueError where the schedule is not known.
     """
-    names = _names(scheduler)
-    config = scheduler.config
-    timesteps = torch.as_tensor(scheduler.timesteps).to("cpu", torch.float32)
-    if names & _WITH_END:
-        timesteps = timesteps[:-1]
-    continuous = config.get("timestep_type") == "continuous" and config.get("prediction_type") == "v_prediction"
-    if names & _FLOW or config.get("use_flow_sigmas"):
-        levels = torch.as_tensor(scheduler.sigmas).to("cpu", torch.float32)[: len(timesteps)]
-        if config.get("invert_sigmas"):
-            levels = 1 - levels
-        elif names & _FLOW and (config.get("sigma_max") or 0) > 1:  # Cosmos 2 has a flow scheduler hold EDM sigmas
-            levels = levels / (1 + levels)
-    elif names & _EDM or continuous:
-        sigmas = torch.as_tensor(scheduler.sigmas).to("cpu", torch.float32)[: len(timesteps)]
-        levels = sigmas / (1 + sigmas)
-    elif names & _TRIGFLOW:
-        levels = (timesteps.sin() / (timesteps.sin() + timesteps.cos())).clamp(max=1)  # the first angle is 1.5708, above pi/2
-    elif names & _LEVELS:
-        levels = timesteps
-    elif config.get("num_train_timesteps"):
-        levels = timesteps / config.get("num_train_timesteps")
-    else:
-        levels = timesteps + math.nan
-    if len(levels) == 0 or not bool(((levels >= 0) & (levels <= 1)).all()):
+    levels = level_tensor(scheduler)
+    if levels is None or len(levels) == 0 or not bool(((levels >= 0) & (levels <= 1)).all()):
+        first = scheduler.timesteps.tolist()[:4]
         raise ValueError(
-            f"{type(scheduler).__name__} must have timesteps that map to noise levels in [0, 1], got {timesteps.tolist()[:4]} ...;"
+            f"{type(scheduler).__name__} must have timesteps that map to noise levels in [0, 1], got {first} ...;"
             " give the levels themselves to dense_steps"
         )
     return levels.tolist()
+
+
+def level_tensor(scheduler: Any) -> torch.Tensor | None:
+    """`noise_levels` as a float32 tensor, on the device where the scheduler keeps them, unchecked; None where the schedule is not known."""
+    names, config = _names(scheduler), scheduler.config
+    timesteps = torch.as_tensor(scheduler.timesteps)[: -1 if names & _WITH_END else None].to(torch.float32)
+    continuous = config.get("timestep_type") == "continuous" and config.get("prediction_type") == "v_prediction"
+    if names & _FLOW or config.get("use_flow_sigmas"):
+        levels = torch.as_tensor(scheduler.sigmas).to(torch.float32)[: len(timesteps)]
+        if config.get("invert_sigmas"):
+            return 1 - levels
+        edm = names & _FLOW and (config.get("sigma_max") or 0) > 1  # Cosmos 2 has a flow scheduler hold EDM sigmas
+        return levels / (1 + levels) if edm else levels
+    if names & _EDM or continuous:
+        sigmas = torch.as_tensor(scheduler.sigmas).to(torch.float32)[: len(timesteps)]
+        return sigmas / (1 + sigmas)
+    if names & _TRIGFLOW:
+        return (timesteps.sin() / (timesteps.sin() + timesteps.cos())).clamp(max=1)  # the first angle is 1.5708, above pi/2
+    if names & _LEVELS:
+        return timesteps
+    return quotient(timesteps, total) if (total := config.get("num_train_timesteps")) else None
 
 
 def _names(thing: object) -> set[str]:
@@ -214,12 +214,6 @@ def _level(value: Any, num_train_timesteps: int | None) -> float:
     if not is_finite(value) or not 0 <= value <= num_train_timesteps:
         raise ValueError(f"t must be raw timesteps in [0, num_train_timesteps={num_train_timesteps}], got {value!r}")
     return float32(float32(value) / num_train_timesteps)
-
-
-def _check_cutoff(value: Any, name: str = "D") -> float:
-    if not is_finite(value) or not 0 <= value <= 1:
-        raise ValueError(f"{name} must be in [0, 1], as disabled_until_timestep, got {value!r}")
-    return float(value)
 
 
 def _between(lower: float, upper: float) -> float:

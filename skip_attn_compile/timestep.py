@@ -23,7 +23,25 @@ Level = float | torch.Tensor  # a float32 value on the host, or a 0-d float32 te
 
 TRANSFORMS = ("linear", "edm")
 
-_current: ContextVar[Level | None] = ContextVar("skip_attn_compile_timestep", default=None)
+
+@dataclass(eq=False)
+class Reading:
+    """A noise level and the source it was read from; level None where no source knows it."""
+
+    level: Level | None
+    source: str
+    _decision: tuple[float, bool | torch.Tensor] | None = field(default=None, repr=False)
+
+    def dense(self, cutoff: float) -> bool | torch.Tensor:
+        """`is_dense`, and True where the level is not known. Computed once: all blocks of a model ask it in each call."""
+        if self.level is None:
+            return True
+        if self._decision is None or self._decision[0] != cutoff:
+            self._decision = cutoff, is_dense(self.level, cutoff)
+        return self._decision[1]
+
+
+_current: ContextVar[Reading | None] = ContextVar("skip_attn_compile_timestep", default=None)
 
 
 @contextmanager
@@ -34,14 +52,14 @@ def timestep(t: float | torch.Tensor) -> Iterator[None]:
     restores the outer value, and other threads and async tasks do not see it. ValueError for a value outside [0, 1]; the values of a
     tensor on a device are not checked, since that would wait for the device.
     """
-    token = _current.set(_checked_level(t))
+    token = _current.set(Reading(_checked_level(t), "timestep()"))
     try:
         yield
     finally:
         _current.reset(token)
 
 
-def current() -> Level | None:
+def current() -> Reading | None:
     """The noise level set by the innermost `timestep` of this thread or async task; None outside."""
     return _current.get()
 
@@ -54,13 +72,19 @@ def is_dense(t: float | torch.Tensor, cutoff: float) -> bool | torch.Tensor:
     if cutoff == 0:
         return False
     if isinstance(t, torch.Tensor):
-        return t.detach().to(torch.float32).amax() > float32(cutoff)  # float32 first: bfloat16 would round the cutoff
+        level = t.detach().to(torch.float32)  # first: bfloat16 would round the cutoff
+        return (level.amax() if level.dim() else level) > float32(cutoff)
     return float32(t) > float32(cutoff)
 
 
 def float32(value: float) -> float:
     """`value` rounded to the nearest float32; beyond its range, inf."""
     return ctypes.c_float(value).value
+
+
+def quotient(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """x / divisor, rounded alike on every device: by a number CUDA multiplies by its reciprocal, one unit in the last place off."""
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
 @dataclass(frozen=True)
@@ -106,8 +130,7 @@ class TimestepSpec(Checked):
         return largest.item() if largest.device.type == "cpu" else largest
 
     def _levels(self, x: torch.Tensor) -> torch.Tensor:
-        # By a tensor: CUDA multiplies by the reciprocal of a host number, which misses x == cutoff by one unit in the last place.
-        levels = (x + self.offset) / torch.full((), self.scale, dtype=torch.float32, device=x.device)
+        levels = quotient(x + self.offset, self.scale)
         if self.transform == "edm":
             levels = torch.sigmoid(4 * levels)  # sigma / (1 + sigma) with sigma = exp(4 x)
         return 1 - levels if self.inverted else levels

@@ -47,6 +47,13 @@ def check_target_sparsity(value: Any, name: str = "target_sparsity") -> float | 
     return float(value)
 
 
+def check_cutoff(name: str, value: Any) -> float:
+    """`value` as a float; ValueError unless it is a noise level in [0, 1]."""
+    if not is_finite(value) or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a noise level in [0, 1], 1 = pure noise and 0 = no gate, got {value!r}")
+    return float(value)
+
+
 def is_finite(value: Any) -> bool:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False

@@ -348,7 +348,10 @@ def test_every_source_gives_the_same_config(tmp_path) -> None:
     folder = as_file(V1, tmp_path / "transformer")
     outer = {"sparse_attention_config": V1}
     expected = SkipConfig(
-        target_sparsity=0.7, calibration=Calibration(A, B, **MODELOPT), checkpoint_ignore=("blocks.0.attn1", "blocks.0.attn2")
+        target_sparsity=0.7,
+        calibration=Calibration(A, B, **MODELOPT),
+        disabled_until_timestep=0.93,
+        checkpoint_ignore=("blocks.0.attn1", "blocks.0.attn2"),
     )
     sources = [folder, str(folder), f"{folder}/", folder / "config.json", str(folder / "config.json"), outer, V1, OrderedDict(outer)]
     for source in sources:
@@ -472,10 +475,12 @@ def test_a_dict_that_holds_itself_is_an_error() -> None:
 
 def test_the_checkpoints_target_is_used_and_logged(tmp_path, caplog) -> None:
     caplog.set_level(logging.INFO, "skip_attn_compile")
-    folder = as_file(edited(V1, f"{GROUP}.disabled_until_timestep", DELETED), tmp_path)
-    assert SkipConfig.from_checkpoint(folder).target_sparsity == 0.7
+    folder = as_file(V1, tmp_path)
+    config = SkipConfig.from_checkpoint(folder)
+    assert (config.target_sparsity, config.disabled_until_timestep) == (0.7, 0.93)
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
-        ("INFO", f"{folder / 'config.json'}: target_sparsity=0.7, as the checkpoint says")
+        ("INFO", f"{folder / 'config.json'}: target_sparsity=0.7, as the checkpoint says"),
+        ("INFO", f"{folder / 'config.json'}: disabled_until_timestep=0.93, as the checkpoint says"),
     ]
 
 
@@ -491,6 +496,10 @@ def test_the_checkpoints_target_is_used_and_logged(tmp_path, caplog) -> None:
         ({"ignore": ["x.*"]}, {"target_sparsity": 0.7, "ignore": ("x.*",)}),
         ({"ignore": ()}, {"target_sparsity": 0.7}),
         ({"checkpoint_ignore": ()}, {"target_sparsity": 0.7}),
+        ({"disabled_until_timestep": 0.5}, {"target_sparsity": 0.7, "disabled_until_timestep": 0.5}),
+        ({"disabled_until_timestep": 0}, {"target_sparsity": 0.7, "disabled_until_timestep": 0.0}),
+        ({"disabled_until_timestep": None}, {"target_sparsity": 0.7}),
+        ({"threshold": 0.1, "disabled_until_timestep": 0.5}, {"threshold": 0.1, "disabled_until_timestep": 0.5}),
         ({"rules": [Rule("*", dense=True)], "min_kv_len": 0}, {"target_sparsity": 0.7, "rules": (Rule("*", dense=True),), "min_kv_len": 0}),
     ],
     ids=repr,
@@ -498,7 +507,9 @@ def test_the_checkpoints_target_is_used_and_logged(tmp_path, caplog) -> None:
 def test_overrides_beat_the_checkpoint_but_for_its_ignore(overrides, expected, caplog) -> None:
     caplog.set_level(logging.INFO, "skip_attn_compile")
     config = SkipConfig.from_checkpoint(V1, **overrides)
-    assert config == SkipConfig(**{"calibration": Calibration(A, B, **MODELOPT), "checkpoint_ignore": V1_RECORD.ignore, **expected})
+    gate = {"disabled_until_timestep": 0.93} if expected.get("target_sparsity") == 0.7 else {}  # none with an operating point of the user's
+    of_checkpoint = {"calibration": Calibration(A, B, **MODELOPT), "checkpoint_ignore": V1_RECORD.ignore, **gate}
+    assert config == SkipConfig(**{**of_checkpoint, **expected})
     assert ("as the checkpoint says" in caplog.text) == (config.target_sparsity == 0.7)
 
 
@@ -535,16 +546,12 @@ def test_without_a_target_the_error_asks_for_one() -> None:
         SkipConfig.from_checkpoint(edited(V1, f"{GROUP}.target_sparsity", DELETED))
 
 
-def test_gate_and_dense_steps_are_never_silent(caplog) -> None:
-    SkipConfig.from_checkpoint(V1)
-    assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "dict: disabled_until_timestep=0.93 asks for dense attention" in caplog.text
-    caplog.clear()
+def test_dense_first_steps_are_never_silent(caplog) -> None:
     SkipConfig.from_checkpoint(V2)
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "dict: initial_disabled_steps=4 asks for dense first steps" in caplog.text
     caplog.clear()
-    SkipConfig.from_checkpoint(edited(V1, f"{GROUP}.disabled_until_timestep", 0))
+    SkipConfig.from_checkpoint(V1)
     assert not caplog.records
 
 
@@ -553,9 +560,10 @@ def test_gate_and_dense_steps_are_never_silent(caplog) -> None:
 
 def test_a_config_survives_the_round_trip() -> None:
     curve = Calibration(A, B, tile=(64, 128), tile_order="own_first", sparsity_range=(0.05, 0.85), kv_lens=(4096, 75600))
-    config = SkipConfig(target_sparsity=0.5, calibration=curve, ignore=("y", "x"), checkpoint_ignore=("x", "z"))
+    point = {"target_sparsity": 0.5, "calibration": curve, "disabled_until_timestep": 0.86}
+    config = SkipConfig(**point, ignore=("y", "x"), checkpoint_ignore=("x", "z"))
     again = SkipConfig.from_checkpoint(json.loads(json.dumps(config.to_checkpoint())))
-    assert again == SkipConfig(target_sparsity=0.5, calibration=curve, checkpoint_ignore=("x", "z", "y"))
+    assert again == SkipConfig(**point, checkpoint_ignore=("x", "z", "y"))
     assert again.to_checkpoint() == config.to_checkpoint()
 
 
@@ -627,13 +635,6 @@ def test_overrides_hold_for_every_component(tmp_path) -> None:
     configs = SkipConfig.from_checkpoint(folder, target_sparsity=0.4, rules=iter(rules), ignore=iter(["x"]))
     for name, source in (("transformer", V1), ("transformer_2", LOW)):
         assert configs[name] == SkipConfig.from_checkpoint(source, target_sparsity=0.4, rules=rules, ignore=["x"])
-
-
-def test_a_gate_is_warned_of_once_a_file(tmp_path, caplog) -> None:
-    SkipConfig.from_checkpoint(pipeline(tmp_path, transformer=V1, transformer_2=LOW))
-    assert [r.getMessage().split(": ")[0] for r in caplog.records] == [
-        str(tmp_path / name / "config.json") for name in ("transformer", "transformer_2")
-    ]
 
 
 @pytest.mark.parametrize("absent", [None, {"transformer_2": [None, None]}], ids=["not named", "null"])

@@ -12,7 +12,7 @@ import torch
 from skip_attn_compile import Rule, SkipConfig
 
 BAD_THRESHOLDS = [
-    *(float("nan"), float("inf"), float("-inf"), -1.5, -1e-9, "0.1", "", True, False, [0.1], (0.1,), 1j, {}, object()),
+    *(float("nan"), float("inf"), float("-inf"), -1.5, -1e-9, "0.1", "", True, False, [0.1], (0.1,), 1j, {}, ...),
     *(torch.tensor(0.1), torch.tensor([0.1]), np.float32("nan"), np.float64("inf"), np.bool_(True), np.array([0.1, 0.2])),
 ]
 BAD_PATTERNS = ["", " ", "blocks.0 ", "\tblocks", "blocks.[0", "[", "[!", "[!]", "[]", "a[b]c[d", None, 0, b"blocks.*", ("blocks",), 1.5]

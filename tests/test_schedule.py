@@ -70,7 +70,7 @@ def test_t_must_be_a_sequence(t):
 
 @pytest.mark.parametrize("cutoff", [-0.1, 1.1, 970, math.nan, None, True, "0.5"])
 def test_bad_cutoff_is_named(cutoff):
-    with pytest.raises(ValueError, match=r"D must be in \[0, 1\], as disabled_until_timestep, got "):
+    with pytest.raises(ValueError, match=r"D must be a noise level in \[0, 1\], 1 = pure noise and 0 = no gate, got "):
         dense_steps([0.5], cutoff)
 
 
@@ -302,7 +302,7 @@ def test_str_is_the_table(diffusers):
         ((None, 0, [0.5]), {}, "num_inference_steps must be an integer >= 1, got 0"),
         ((None, 4.0, [0.5]), {}, "num_inference_steps must be an integer >= 1, got 4.0"),
         ((None, 4, 0.5), {}, r"cutoffs must be a sequence .* got 0.5; write cutoffs=\(0.5,\)"),
-        ((None, 4, [0.5, 970]), {}, r"cutoffs must be in \[0, 1\], as disabled_until_timestep, got 970"),
+        ((None, 4, [0.5, 970]), {}, r"cutoffs must be a noise level in \[0, 1\], 1 = pure noise and 0 = no gate, got 970"),
         ((None, 4, [0.5]), {"shift": 3}, "set_timesteps takes num_inference_steps, device, sigmas, mu, timesteps, got shift="),
         ((None, 4, [0.5]), {"sigmas": [1.0, 0.5]}, "num_inference_steps must be the number of sigmas or timesteps, 2, got 4"),
     ],

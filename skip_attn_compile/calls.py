@@ -1,0 +1,97 @@
+"""The calls of attached models that are running in this thread or task, as their forward hooks see them."""
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from skip_attn_compile.timestep import Level, Reading, TimestepSpec
+
+Schedule = Callable[[], Level | None]  # the scheduler's own noise level of the step that is running, None where it is not known
+
+
+class Watch:
+    """A model whose calls `owner` wants to see, and the hooks that show them. Both are held weakly.
+
+    spec: how the model is told the noise level, None where that is not known.
+    """
+
+    def __init__(self, owner: object, model: nn.Module, spec: TimestepSpec | None, schedule: Schedule | None) -> None:
+        self.owner = weakref.ref(owner)
+        self.spec, self.schedule = spec, schedule
+        self._model = weakref.ref(model)
+        self._position = argument_position(model, spec) if spec is not None else None
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        model = self._model()
+        if model is not None and not self._handles:
+            _watches.setdefault(model, []).append(self)
+            enter = model.register_forward_pre_hook(_enter, with_kwargs=True)
+            self._handles = [enter, model.register_forward_hook(_leave, always_call=True)]
+
+    def remove(self) -> None:
+        model = self._model()
+        if model is not None and self._handles:
+            _watches[model].remove(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def argument(self, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """What the model's forward was given as the argument that tells the noise level; None where it was not."""
+        if self.spec is None:
+            return None
+        positional = args[self._position] if self._position is not None and self._position < len(args) else None
+        return kwargs.get(self.spec.argument, positional)
+
+
+@dataclass(eq=False)
+class Call:
+    """A call that is running. `reading` is for the owner of the watch to fill: once a call, whatever number of graphs ask."""
+
+    module: nn.Module
+    watch: Watch
+    argument: object
+    outer: "Call | None"
+    reading: Reading | None = None
+
+
+def innermost_call(owner: object) -> Call | None:
+    """Of those that `owner` watches."""
+    call = _calls.get()
+    while call is not None and call.watch.owner() is not owner:
+        call = call.outer
+    return call
+
+
+def argument_position(model: nn.Module, spec: TimestepSpec) -> int | None:
+    """Of the spec's argument among the positional ones of the model's forward, self not counted."""
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    return names.index(spec.argument) if spec.argument in names else None
+
+
+_calls: ContextVar[Call | None] = ContextVar("skip_attn_compile_calls", default=None)
+_watches: "weakref.WeakKeyDictionary[nn.Module, list[Watch]]" = weakref.WeakKeyDictionary()
+
+
+# Hooks of a compiled model run between Dynamo's frames; without `disable` it would compile each as a frame of its own. They find what
+# belongs to a model in a table and hold nothing, so that a model with hooks can still be copied and pickled.
+@torch.compiler.disable
+def _enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    for watch in _watches.get(module, ()):
+        if watch.owner() is not None:
+            _calls.set(Call(module, watch, watch.argument(args, kwargs), _calls.get()))
+
+
+@torch.compiler.disable
+def _leave(module: nn.Module, args: object, output: object) -> None:
+    call = _calls.get()
+    while call is not None and call.module is module:
+        call = call.outer
+    _calls.set(call)

@@ -1,0 +1,189 @@
+"""Whole diffusers pipelines: every denoiser attached, compiled in place, and told the scheduler's own noise level."""
+
+import inspect
+import sys
+import weakref
+from collections.abc import Mapping
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from skip_attn_compile.backend import Inner, SkipBackend
+from skip_attn_compile.config import SkipConfig
+from skip_attn_compile.report import Report, UnmatchedPattern
+from skip_attn_compile.schedule import level_tensor
+from skip_attn_compile.timestep import Level, TimestepSpec, spec_of
+
+Configs = SkipConfig | Mapping[str, SkipConfig]
+
+
+def compile_pipeline(
+    pipe: Any,
+    config: Configs,
+    *,
+    regional: bool = False,
+    inner: Inner = "inductor",
+    timestep_spec: TimestepSpec | None = None,
+    **torch_compile_kwargs: Any,
+) -> "CompiledPipeline":
+    """Compile the denoisers of a diffusers pipeline in place, each with a backend of its own, and return a handle on them.
+
+    pipe: any pipeline with `components`; its denoisers are those called transformer or unet (transformer_2, ...), or whose class is known.
+    config: one SkipConfig for all of them, or a dict by component name, as `SkipConfig.from_checkpoint(folder)` gives; a denoiser that
+        the dict does not name is left as it is.
+    regional: compile the repeated blocks, `model.compile_repeated_blocks()`, instead of the whole model, `model.compile()`.
+    inner, torch_compile_kwargs: as for `backend` and torch.compile (mode, fullgraph, dynamic, options).
+    timestep_spec: how the denoisers are told the noise level, for classes not known here.
+
+    Classes, LoRA, offloading and the pipeline's own attributes stay what they are. Raises ValueError, with nothing changed, where
+    there is nothing to compile, a name in the dict is wrong, or a denoiser is compiled already.
+    """
+    if "backend" in torch_compile_kwargs:
+        raise ValueError("compile_pipeline brings its own backend; to choose what compiles the rest, pass inner=")
+    models = _denoisers(pipe)
+    configs = _configs(models, config, pipe)
+    for name in configs:
+        _check_compilable(name, models[name], regional)
+    backends: dict[str, SkipBackend] = {}
+    for name, own in configs.items():
+        backends[name] = SkipBackend(own, inner)
+        backends[name]._attach(models[name], name, timestep_spec, _SchedulerLevel(pipe))
+        compile_in_place = models[name].compile_repeated_blocks if regional else models[name].compile
+        compile_in_place(backend=backends[name], **torch_compile_kwargs)  # type: ignore[operator]
+    return CompiledPipeline(models, backends)
+
+
+class CompiledPipeline:
+    """What `compile_pipeline` returns. backends: one for each compiled component, by name, for what concerns only one of them."""
+
+    def __init__(self, models: dict[str, nn.Module], backends: dict[str, SkipBackend]) -> None:
+        self._models = models
+        self.backends = backends
+
+    def report(self) -> Report:
+        """The sites, counts and runs of all components in one report. Reads the device."""
+        reports = {name: backend.report() for name, backend in self.backends.items()}
+        combined = Report([], unmatched=self._unmatched(reports))
+        for report in reports.values():
+            combined.sites += report.sites
+            combined.runs += report.runs
+            combined.notes += report.notes
+            combined.graphs += report.graphs
+        left = [name for name in self._models if name not in self.backends]
+        combined.notes += [
+            f"{name}: no config was given for it, so it is not compiled and all of its attention is as it was" for name in left
+        ]
+        return combined
+
+    def update(self, **operating_point: float | None) -> None:
+        """As `SkipBackend.update`, for every component; where one refuses, none is changed."""
+        updated = {name: backend._updated(**operating_point) for name, backend in self.backends.items()}
+        for name, backend in self.backends.items():
+            backend._use(updated[name])
+
+    def uncompile(self) -> None:
+        """Give the pipeline back as it was before `compile_pipeline`: no compiled call, no hook. The report stays readable."""
+        for name, backend in self.backends.items():
+            for module in self._models[name].modules():
+                module.__dict__.pop("_compiled_call_impl", None)
+            backend._gate.detach(self._models[name])
+
+    def _unmatched(self, reports: Mapping[str, Report]) -> list[UnmatchedPattern]:
+        """A pattern of a config that several components share need match in one of them."""
+        found: dict[tuple[str, str], UnmatchedPattern] = {}
+        for name, report in reports.items():
+            sharing = [reports[other] for other, b in self.backends.items() if b.config == self.backends[name].config]
+            missed = [{(u.field, u.pattern) for u in r.unmatched} for r in sharing]
+            for pattern in report.unmatched:
+                key = pattern.field, pattern.pattern
+                if all(key in patterns for patterns in missed):
+                    found.setdefault(key, pattern)
+        return list(found.values())
+
+
+def _denoisers(pipe: Any) -> dict[str, nn.Module]:
+    components = getattr(pipe, "components", None)
+    if not isinstance(components, Mapping):
+        raise ValueError(
+            f"compile_pipeline needs a diffusers pipeline, got {type(pipe).__name__}; for a model use torch.compile with backend()"
+        )
+    modules = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
+    found = {name: m for name, m in modules.items() if "transformer" in name or "unet" in name or spec_of(m) is not None}
+    if not found:
+        raise ValueError(
+            f"compile_pipeline found no transformer or unet in {type(pipe).__name__}; it has {', '.join(components) or 'nothing'}"
+        )
+    return found
+
+
+def _configs(models: Mapping[str, nn.Module], config: Configs, pipe: Any) -> dict[str, SkipConfig]:
+    given = dict(config) if isinstance(config, Mapping) else dict.fromkeys(models, config)
+    for name, own in given.items():
+        if name not in models:
+            raise ValueError(f"config names {name!r}, which is no denoiser of {type(pipe).__name__}; it has {', '.join(models)}")
+        if not isinstance(own, SkipConfig):
+            raise ValueError(
+                f"compile_pipeline needs a SkipConfig, or a dict of them by component, got {own!r}; write SkipConfig(threshold=0.1)"
+            )
+    if not given:
+        raise ValueError(f"config must hold a SkipConfig for at least one of {', '.join(models)}, got an empty dict")
+    return given
+
+
+def _check_compilable(name: str, model: nn.Module, regional: bool) -> None:
+    if isinstance(model, torch._dynamo.OptimizedModule) or any(m._compiled_call_impl is not None for m in model.modules()):
+        raise ValueError(
+            f"{name} is compiled already; call .uncompile() on the handle of compile_pipeline, or take the pipeline's own model"
+        )
+    blocks = getattr(model, "_repeated_blocks", None) or ()
+    if regional and not any(type(m).__name__ in blocks for m in model.modules()):
+        raise ValueError(f"{name}, a {type(model).__name__}, does not say which blocks repeat (_repeated_blocks); use regional=False")
+
+
+class _SchedulerLevel:
+    """The noise level of the step that a pipeline is running, by its scheduler: exact, where timesteps may be rounded.
+
+    None, and the model's argument is read, outside the pipeline's own call and where the scheduler does not know which step it is in.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = weakref.ref(pipe)
+        self._code = inspect.unwrap(type(pipe).__call__).__code__
+        self._source: tuple[object, object] = (None, None)  # the tensors that _levels were computed from
+        self._levels: list[Any] | torch.Tensor = []
+
+    def __call__(self) -> Level | None:
+        pipe = self._pipe()
+        scheduler = getattr(pipe, "scheduler", None)
+        if not hasattr(scheduler, "step_index") or not _is_running(self._code):
+            return None
+        index = _step(pipe, scheduler)
+        levels = self._levels_of(scheduler)
+        return levels[index] if index is not None and 0 <= index < len(levels) else None
+
+    def _levels_of(self, scheduler: Any) -> list[Any] | torch.Tensor:
+        source = (scheduler.timesteps, getattr(scheduler, "sigmas", None))
+        if any(a is not b for a, b in zip(source, self._source, strict=True)):  # set_timesteps makes new ones for each run
+            levels = level_tensor(scheduler)
+            self._levels = [] if levels is None else levels if levels.device.type != "cpu" else levels.tolist()
+            self._source = source
+        return self._levels
+
+
+def _step(pipe: Any, scheduler: Any) -> int | None:
+    """The index of the running step in the scheduler's timesteps. Until its first one a scheduler may have been told."""
+    for index in (scheduler.step_index, getattr(scheduler, "begin_index", None)):
+        if index is not None:
+            return int(index)
+    return 0 if getattr(pipe, "_num_timesteps", None) == len(scheduler.timesteps) else None  # else it may start in the middle
+
+
+def _is_running(code: CodeType) -> bool:
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
