@@ -114,8 +114,8 @@ class Gate:
             return self._unknown(_OUTSIDE, name, spec.argument, float(torch.as_tensor(x).max()), level)
         return Reading(level, f"argument {spec.argument}")
 
-    def _unknown(self, message: str, *facts: object) -> Reading:
-        self._settings.warn_once(message, self.cutoff, *facts)
+    def _unknown(self, message: str, model: str, *facts: object) -> Reading:
+        self._settings.warn_once(message, self.cutoff, model, *facts, key=(model,))
         return Reading(None, "no source")
 
     def _spec(self, model: nn.Module) -> TimestepSpec | None:

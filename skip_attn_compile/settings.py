@@ -22,10 +22,11 @@ class Settings:
             self.config = config
             self.version += 1
 
-    def warn_once(self, message: str, *args: object) -> None:
-        """One warning for each message and arguments."""
+    def warn_once(self, message: str, *args: object, key: tuple[object, ...] | None = None) -> None:
+        """One warning for each message and `key`, which is the arguments unless given."""
+        identity = (message, *(args if key is None else key))
         with self._lock:
-            if (message, *args) in self._warned:
+            if identity in self._warned:
                 return
-            self._warned.add((message, *args))
+            self._warned.add(identity)
         log.warning(message, *args)
