@@ -21,6 +21,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from skip_attn_compile.config import SkipConfig
+from skip_attn_compile.masks import Part
 from skip_attn_compile.ops import attention
 from skip_attn_compile.sites import AttentionSite, static_size
 
@@ -51,8 +52,9 @@ def rewrite(gm: GraphModule, sites: Sequence[AttentionSite], config: SkipConfig,
     counts: list[Node] = []
     current: list[AttentionSite] = []
     replaced: dict[Node, Node] = {}
+    masks: dict[Part, Node] = {}
     for index, found in enumerate(sites):
-        site = _with_current_arguments(found, replaced)
+        site = _with_current_arguments(graph, found, replaced, masks)
         current.append(site)
         replaced[site.node], tiles = _replace(graph, site, lambdas.of(site, index), config, control.device)
         counts.append(tiles)
@@ -139,10 +141,24 @@ class _Lambdas:
         return self._graph.call_function(function, args)
 
 
-def _with_current_arguments(site: AttentionSite, replaced: dict[Node, Node]) -> AttentionSite:
-    """`site` where SDPA calls before it, whose results it may take directly, have been replaced."""
+def _with_current_arguments(graph: Graph, site: AttentionSite, replaced: dict[Node, Node], masks: dict[Part, Node]) -> AttentionSite:
+    """`site` with the operator's arguments: its masks as nodes, made once for all sites, and the results of SDPA calls replaced before."""
+
+    def node_of(part: Part | None) -> Node | None:
+        if part is None:
+            return None
+        source = replaced.get(part.source, part.source)
+        if part.index is None:
+            return source
+        if part not in masks:
+            with graph.inserting_before(site.node):
+                masks[part] = graph.call_function(operator.getitem, (source, part.index))
+            masks[part].meta["example_value"] = part.example
+        return masks[part]
+
     arguments = {name: replaced.get(a, a) if isinstance(a, Node) else a for name, a in site.arguments.items()}
-    return dataclasses.replace(site, arguments=arguments)
+    arguments |= {"attn_mask": node_of(site.key_mask), "query_mask": node_of(site.query_mask)}
+    return dataclasses.replace(site, arguments=arguments, mask=None if site.key_mask is None else site.key_mask.example)
 
 
 def _replace(graph: Graph, site: AttentionSite, threshold: Node, config: SkipConfig, counts_device: torch.device) -> tuple[Node, Node]:
@@ -156,7 +172,7 @@ def _replace(graph: Graph, site: AttentionSite, threshold: Node, config: SkipCon
             mask = _cast(graph, mask, site.dtype)
         if site.query.device != counts_device:
             threshold = graph.call_method("to", (threshold, site.query.device))
-        options = (mask, None, arguments["is_causal"], arguments["scale"], config.tile_order, config.implementation)
+        options = (mask, arguments["query_mask"], arguments["is_causal"], arguments["scale"], config.tile_order, config.implementation)
         result = graph.call_function(attention, (query, key, value, threshold, *options))
         out = graph.call_function(operator.getitem, (result, 0))
         counts = graph.call_function(torch.sum, (graph.call_function(operator.getitem, (result, 2)), (0, 1)))
@@ -166,8 +182,17 @@ def _replace(graph: Graph, site: AttentionSite, threshold: Node, config: SkipCon
         new.meta.update({name: node.meta[name] for name in ("nn_module_stack", "stack_trace", "source_fn_stack") if name in node.meta})
     out.meta["example_value"] = node.meta.get("example_value")
     node.replace_all_uses_with(out)
-    graph.erase_node(node)
+    _erase_unused(graph, node)
     return out, counts
+
+
+def _erase_unused(graph: Graph, node: Node) -> None:
+    """Erase `node`, and of the tensors that it was made of those that nothing else uses: a mask [B,1,S,S] that is not read is not built."""
+    if not node.users and node.op.startswith("call") and isinstance(node.meta.get("example_value"), torch.Tensor):
+        inputs = node.all_input_nodes
+        graph.erase_node(node)
+        for n in inputs:
+            _erase_unused(graph, n)
 
 
 def _cast(graph: Graph, argument: Node, dtype: torch.dtype) -> Node:

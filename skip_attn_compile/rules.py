@@ -9,6 +9,7 @@ import torch
 from skip_attn_compile import kernels
 from skip_attn_compile.config import Calibration, SkipConfig
 from skip_attn_compile.layers import LayerName
+from skip_attn_compile.masks import same_size
 from skip_attn_compile.sites import AttentionSite, Size
 
 # Every reason that this module gives, as users see it; implementations add theirs (kernels.Implementation.not_supported_reasons).
@@ -23,7 +24,7 @@ REASONS = {
     "short kv": "short: {kv_len} keys < min_kv_len {min_kv_len}",
     "gradient": "an input requires grad, and skip-softmax attention has no backward",
     "dropout": "dropout_p is {dropout_p}, must be 0",
-    "general mask": "mask {shape} is not a key mask [batch|1, 1, 1, keys]",
+    "general mask": "mask {shape} is not a key mask [batch|1, 1, 1, keys], nor one and-ed with a query mask [batch|1, 1, queries, 1]",
     "rank": "query, key and value must be [batch, heads, tokens, head_dim], got {shapes}",
     "shapes": "query, key and value must agree in batch and head_dim, heads must divide, got {shapes}",
     "gqa": "{heads} query heads over {kv_heads} key heads without enable_gqa",
@@ -85,7 +86,8 @@ def decide(site: AttentionSite, layers: Sequence[LayerName], config: SkipConfig)
     never = bool(layers) and all(policy(config, layer).reasons for layer in layers)
     reasons = (*of_call, *of_implementations)
     unserved = bool(of_implementations) and not of_call and not never
-    return Decision(bool(reasons) or never, reasons, site.call_index, site.kv_len, site.mask is not None, implementation, unserved)
+    masked = site.key_mask is not None
+    return Decision(bool(reasons) or never, reasons, site.call_index, site.kv_len, masked, implementation, unserved)
 
 
 def policy(config: SkipConfig, layer: LayerName) -> Policy:
@@ -146,7 +148,7 @@ def _shape_reasons(site: AttentionSite, shapes: str) -> list[str]:
     (batch, heads), (kv_batch, kv_heads) = query.shape[:2], key.shape[:2]
     if not isinstance(heads, int) or not isinstance(kv_heads, int):
         return [REASONS["symbolic"].format(what="the number of heads")]
-    if not _same(batch, kv_batch) or not _same(kv_batch, value.shape[0]) or kv_heads != value.shape[1] or heads % kv_heads:
+    if not same_size(batch, kv_batch) or not same_size(kv_batch, value.shape[0]) or kv_heads != value.shape[1] or heads % kv_heads:
         return [REASONS["shapes"].format(shapes=shapes)]
     if heads != kv_heads and site.arguments["enable_gqa"] is not True:
         return [REASONS["gqa"].format(heads=heads, kv_heads=kv_heads)]
@@ -158,16 +160,9 @@ def _implementation(site: AttentionSite, config: SkipConfig) -> kernels.Implemen
     assert query is not None and key is not None and value is not None and site.dtype is not None
     if not isinstance(query.shape[3], int) or not isinstance(value.shape[3], int):
         return [REASONS["symbolic"].format(what="head_dim")]
-    kind = kernels.mask_kind(site.mask)
-    if kind == "general":
-        assert site.mask is not None
+    if site.mask is not None and site.key_mask is None and site.query_mask is None:
         return [REASONS["general mask"].format(shape=list(site.mask.shape))]
-    problem = kernels.Problem.of(query, key, value, site.mask, False, site.arguments["is_causal"] is True, config.tile_order)
+    key_mask = None if site.key_mask is None else site.key_mask.example
+    is_causal = site.arguments["is_causal"] is True
+    problem = kernels.Problem.of(query, key, value, key_mask, site.query_mask is not None, is_causal, config.tile_order)
     return kernels.choose(problem._replace(dtype=site.dtype), config.implementation)
-
-
-def _same(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Equality of sizes without a guard: symbolic sizes are equal when they are the same expression."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(a == b)

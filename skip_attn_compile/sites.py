@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from skip_attn_compile.composites import is_composite
+from skip_attn_compile.masks import MaskReader, Part
 
 SDPA_TARGETS = (
     F.scaled_dot_product_attention,
@@ -36,6 +38,8 @@ class AttentionSite:
     mask: torch.Tensor | None  # broadcasts to [B,Hq,Sq,Skv]
     dtype: torch.dtype | None  # of the result: autocast may cast the inputs first
     nested: bool  # inside a subgraph of a higher-order operator (checkpoint, cond)
+    key_mask: Part | None = None  # the mask as [B|1,1,1,Skv], and-ed with
+    query_mask: Part | None = None  # boolean [B|1,1,Sq,1]; where both are None it cannot be written so
 
     @property
     def kv_len(self) -> Size | None:
@@ -46,11 +50,15 @@ class AttentionSite:
 def find_sites(gm: GraphModule) -> list[AttentionSite]:
     """Every SDPA call in `gm`, in call order, those in nested graphs last."""
     calls_of_module: Counter[tuple[int, ...]] = Counter()
+    masks_of = cache(MaskReader)
     sites = []
     for graph_module, node, nested in _sdpa_nodes(gm):
         module_ids = _module_ids(node)
         arguments = _arguments(graph_module, node)
-        result = _example(node)
+        result, mask = _example(node), _example(arguments["attn_mask"])
+        key_mask = query_mask = None
+        if mask is not None:
+            key_mask, query_mask = masks_of(node.graph).key_and_query_mask(arguments["attn_mask"])
         sites.append(
             AttentionSite(
                 node=node,
@@ -60,9 +68,11 @@ def find_sites(gm: GraphModule) -> list[AttentionSite]:
                 query=_example(arguments["query"]),
                 key=_example(arguments["key"]),
                 value=_example(arguments["value"]),
-                mask=_example(arguments["attn_mask"]),
+                mask=mask,
                 dtype=None if result is None else result.dtype,
                 nested=nested,
+                key_mask=key_mask,
+                query_mask=query_mask,
             )
         )
         calls_of_module[module_ids] += 1

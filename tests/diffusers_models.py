@@ -22,8 +22,8 @@ Inputs = dict[str, Any]
 Counts = dict[str, tuple[int, int]]  # attention call -> tiles (visited, skipped)
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
-# LTX, PixArt and Sana repeat their key mask for every head, [B, H, 1, S]; HunyuanVideo's refiner has one for every row, [B, H, S, S].
-GENERAL_MASK = "mask {} is not a key mask [batch|1, 1, 1, keys]"
+# HunyuanVideo's refiner: the product of a key mask with itself, but every row has the first key.
+GENERAL_MASK = "mask {} is not a key mask [batch|1, 1, 1, keys], nor one and-ed with a query mask [batch|1, 1, queries, 1]"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ModelCase:
     inputs: Callable[["Draw"], Inputs]
     rewritten: tuple[str, ...]
     kept: Mapping[str, str] = field(default_factory=dict)  # name -> the reason
-    mask: str | None = None  # the argument that says which tokens of encoder_hidden_states are real
+    mask: str | None = None  # the argument that says which tokens of encoder_hidden_states (and what follows) are real
     inner: str = "aot_eager"
     skips: bool = True  # some tile is skipped at threshold 0.3
     attach: bool = False  # needed: Dynamo skips the model's own frame, and its graphs belong to parts of the model
@@ -89,7 +89,8 @@ def poisoned(case: ModelCase, inputs: Inputs) -> Inputs:
     """Large numbers wherever the mask says that there is no token."""
     assert case.mask is not None
     text = inputs["encoder_hidden_states"]
-    return {**inputs, "encoder_hidden_states": torch.where(inputs[case.mask][..., None], text, 100 * Draw(7)(*text.shape).to(text))}
+    real = inputs[case.mask][:, : text.shape[1], None]
+    return {**inputs, "encoder_hidden_states": torch.where(real, text, 100 * Draw(7)(*text.shape).to(text))}
 
 
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
@@ -163,6 +164,13 @@ def _flux(draw: Draw) -> Inputs:
     }
 
 
+def _chroma(draw: Draw) -> Inputs:
+    """With a boolean mask. The one that diffusers' pipeline makes is of the model's dtype, and added to the scores."""
+    inputs = {name: x for name, x in _flux(draw).items() if name != "pooled_projections"}
+    text = {"encoder_hidden_states": draw(1, 64, 16), "txt_ids": torch.zeros(64, 3)}
+    return {**inputs, **text, "attention_mask": F.pad(padding_mask(20, size=64), (0, 512), value=True)}
+
+
 def _cogvideox(draw: Draw) -> Inputs:
     return {
         "hidden_states": draw(1, 3, 4, 24, 32),  # 576 tokens
@@ -178,6 +186,18 @@ def _hunyuan_video(draw: Draw) -> Inputs:
         "encoder_hidden_states": draw(2, 128, 16),
         "encoder_attention_mask": padding_mask(64, 128, size=128),
         "pooled_projections": draw(2, 8),
+    }
+
+
+def _hunyuan_video_15(draw: Draw) -> Inputs:
+    return {
+        "hidden_states": draw(2, 4, 2, 16, 16),  # 512 tokens
+        "timestep": torch.tensor([500.0, 500.0]),
+        "encoder_hidden_states": draw(2, 96, 16),
+        "encoder_attention_mask": padding_mask(40, 96, size=96),
+        "encoder_hidden_states_2": draw(2, 29, 8),
+        "encoder_attention_mask_2": padding_mask(10, 29, size=29),
+        "image_embeds": torch.zeros(2, 3, 8),  # none: 96 + 29 + 3 tokens of text
     }
 
 
@@ -298,6 +318,24 @@ MODELS = [
         inner="inductor",
     ),
     ModelCase(
+        "Chroma",
+        diffusers.ChromaTransformer2DModel,
+        {
+            **HEADS,
+            "in_channels": 4,
+            "num_layers": 1,
+            "num_single_layers": 2,
+            "joint_attention_dim": 16,
+            "axes_dims_rope": (4, 6, 6),
+            "approximator_num_channels": 8,
+            "approximator_hidden_dim": 16,
+            "approximator_layers": 1,
+        },
+        _chroma,
+        rewritten=("transformer_blocks.0.attn", *_names("single_transformer_blocks.{}.attn")),
+        mask="attention_mask",
+    ),
+    ModelCase(
         "CogVideoX",
         diffusers.CogVideoXTransformer3DModel,
         {
@@ -337,12 +375,30 @@ MODELS = [
         mask="encoder_attention_mask",
     ),
     ModelCase(
+        "HunyuanVideo15",
+        diffusers.HunyuanVideo15Transformer3DModel,
+        {
+            **HEADS,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "num_refiner_layers": 1,
+            "text_embed_dim": 16,
+            "text_embed_2_dim": 8,
+            "image_embed_dim": 8,
+            "rope_axes_dim": (4, 6, 6),
+        },
+        _hunyuan_video_15,
+        rewritten=("context_embedder.token_refiner.refiner_blocks.0.attn", *_names("transformer_blocks.{}.attn")),
+        mask="encoder_attention_mask",
+        attach=True,
+    ),
+    ModelCase(
         "LTX",
         diffusers.LTXVideoTransformer3DModel,
         {**HEADS, "in_channels": 8, "out_channels": 8, "cross_attention_dim": 32, "num_layers": 2, "caption_channels": 16},
         _ltx,
-        rewritten=_names("transformer_blocks.{}.attn1"),
-        kept=dict.fromkeys(_names("transformer_blocks.{}.attn2"), GENERAL_MASK.format("[2, 2, 1, 64]")),
+        rewritten=_names("transformer_blocks.{}.attn1", "transformer_blocks.{}.attn2"),
         mask="encoder_attention_mask",
     ),
     ModelCase(
@@ -384,8 +440,7 @@ MODELS = [
             "use_additional_conditions": False,
         },
         _pixart,
-        rewritten=_names("transformer_blocks.{}.attn1"),
-        kept=dict.fromkeys(_names("transformer_blocks.{}.attn2"), GENERAL_MASK.format("[2, 2, 1, 64]")),
+        rewritten=_names("transformer_blocks.{}.attn1", "transformer_blocks.{}.attn2"),
         mask="encoder_attention_mask",
     ),
     *(
@@ -404,21 +459,10 @@ MODELS = [
                 "sample_size": 16,
             },
             inputs,
-            **sites,
+            rewritten=_names("transformer_blocks.{}.attn2"),
+            mask=mask,
         )
-        for name, inputs, sites in (
-            ("Sana", _sana, {"rewritten": _names("transformer_blocks.{}.attn2")}),
-            (
-                "SanaMasked",
-                _sana_masked,
-                {
-                    "rewritten": (),
-                    "kept": dict.fromkeys(_names("transformer_blocks.{}.attn2"), GENERAL_MASK.format("[1, 2, 1, 520]")),
-                    "mask": "encoder_attention_mask",
-                    "skips": False,
-                },
-            ),
-        )
+        for name, inputs, mask in (("Sana", _sana, None), ("SanaMasked", _sana_masked, "encoder_attention_mask"))
     ),
     ModelCase(
         "AuraFlow",

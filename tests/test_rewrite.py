@@ -330,7 +330,7 @@ def test_dropout_stays() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1, 512, 512), (512, 512), (1, 2, 1, 512), (1, 2, 512, 512)], ids=str)
 def test_a_general_mask_stays(shape: tuple[int, ...]) -> None:
-    reason = f"mask {list(shape)} is not a key mask [batch|1, 1, 1, keys]"
+    reason = f"mask {list(shape)} is not a key mask [batch|1, 1, 1, keys], nor one and-ed with a query mask [batch|1, 1, queries, 1]"
     kept(attend, Q, Q, Q, torch.ones(shape, dtype=torch.bool), reasons=(reason,))
 
 

@@ -7,6 +7,7 @@ import torch
 
 from skip_attn_compile import Rule, SkipConfig, kernels
 from skip_attn_compile.layers import LayerName
+from skip_attn_compile.masks import MaskReader, Part
 from skip_attn_compile.rules import decide, matches, policy
 from skip_attn_compile.sites import AttentionSite
 
@@ -29,7 +30,16 @@ def site(
 ) -> AttentionSite:
     query, key, value = (torch.empty(shape, dtype=dtype).requires_grad_(requires_grad) for shape in (q, k, v or k))
     given = {**ARGUMENTS, "attn_mask": mask, **arguments}
-    return AttentionSite(None, given, (), 0, query, key, value, mask, dtype, nested)
+    key_mask, query_mask = (None, None) if mask is None else parts(mask)
+    return AttentionSite(None, given, (), 0, query, key, value, mask, dtype, nested, key_mask, query_mask)
+
+
+def parts(mask: torch.Tensor) -> tuple[Part | None, Part | None]:
+    """Of a mask that is an input of the graph."""
+    graph = torch.fx.Graph()
+    node = graph.placeholder("mask")
+    node.meta["example_value"] = mask
+    return MaskReader(graph).key_and_query_mask(node)
 
 
 def reasons(made: AttentionSite, **fields) -> tuple[str, ...]:
@@ -133,7 +143,7 @@ def test_all_reasons_of_a_call() -> None:
         "dropout_p is 0.25, must be 0",
         "short: 512 keys < min_kv_len 513",
         "4 query heads over 2 key heads without enable_gqa",
-        "mask [1, 1, 512, 512] is not a key mask [batch|1, 1, 1, keys]",
+        "mask [1, 1, 512, 512] is not a key mask [batch|1, 1, 1, keys], nor one and-ed with a query mask [batch|1, 1, queries, 1]",
     )
 
 
