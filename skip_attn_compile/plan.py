@@ -41,12 +41,15 @@ class Plan:
     layers: tuple[PlannedLayer, ...]
     unmatched: tuple[UnmatchedPattern, ...]
     min_kv_len: int
+    disabled_until_timestep: float = 0.0
 
     def __str__(self) -> str:
         header = ("layer", "class", "decision", "lambda", "reasons")
         rows = [(x.name, x.module_class, x.decision, x.operating_point, "; ".join(x.policy.reasons)) for x in self.layers]
         lines = table([header, *rows]) if rows else ["no module whose class name says attention was found"]
         lines.append(f"sparse layers stay dense in calls with fewer than {self.min_kv_len} keys")
+        if self.disabled_until_timestep > 0:
+            lines.append(f"and at noise levels above {self.disabled_until_timestep:g}; schedule_table says how many steps that are")
         return "\n".join([*lines, *map(str, self.unmatched)])
 
 
@@ -64,4 +67,4 @@ def plan(model: nn.Module, config: SkipConfig, name: str = "") -> Plan:
     innermost = {p: m for p, m in attention.items() if not any(other.startswith(f"{p}.") for other in attention)}
     names = {LayerName(name, path): type(module).__name__ for path, module in innermost.items()}
     layers = tuple(PlannedLayer(layer.full, module_class, policy(config, layer)) for layer, module_class in names.items())
-    return Plan(layers, tuple(unmatched_patterns(config, list(names))), config.min_kv_len)
+    return Plan(layers, tuple(unmatched_patterns(config, list(names))), config.min_kv_len, config.disabled_until_timestep)

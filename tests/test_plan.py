@@ -1,5 +1,7 @@
 """plan: what would happen, by name, without compiling."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -25,6 +27,8 @@ def test_text_shows_the_formula_and_unmatched_patterns_with_near_misses() -> Non
     assert "transformer.blocks.0.attn1  Attention  sparse    81.55 / L" in text
     assert "ignore pattern 'blocks.0.atn1' matched no attention layer; nearest: transformer.blocks.0.attn1" in text
     assert "fewer than 1024 keys" in text
+    assert "noise levels" not in text
+    assert "at noise levels above 0.93; schedule_table" in str(plan(dit(), dataclasses.replace(config, disabled_until_timestep=0.93)))
 
 
 def test_component_name_selects() -> None:
