@@ -10,11 +10,14 @@ float32 [] or [B]; out [B,Hq,Sq,Dv] in query's dtype and dimension order, lse fl
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from skip_attn_compile.kernels import Implementation, Problem, RunAttention
 
 log = logging.getLogger(__name__)
 
@@ -33,17 +36,7 @@ _MEMORY_ORDERS = ((0, 2, 1), (0, 1, 2), (2, 0, 1), (2, 1, 0), (1, 0, 2), (1, 2, 
 
 def output_stride(query: Tensor, value_dim: int) -> tuple[int, ...]:
     """Strides of the result [B,Hq,Sq,Dv]: query's dimension order where query [B,Hq,Sq,D] is dense, else [B,Sq,Hq,Dv] memory."""
-    return _output_stride(query.shape, query.stride(), value_dim)
-
-
-def empty_output(query: Tensor, value_dim: int) -> Tensor:
-    """An uninitialised result for `query`, for implementations to fill; its strides are those of the fake."""
-    shape = query.shape
-    stride = _cached_output_stride(shape, query.stride(), value_dim)
-    return torch.empty_strided((*shape[:3], value_dim), stride, dtype=query.dtype, device=query.device)
-
-
-def _output_stride(shape: Sequence[int], stride: Sequence[int], value_dim: int) -> tuple[int, ...]:
+    shape, stride = query.shape, query.stride()
     order = next((order for order in _MEMORY_ORDERS if _is_dense(shape, stride, order)), _MEMORY_ORDERS[0])
     result = [0, 0, 0, 1]
     step = value_dim
@@ -51,9 +44,6 @@ def _output_stride(shape: Sequence[int], stride: Sequence[int], value_dim: int) 
         result[dim] = step
         step *= shape[dim]
     return tuple(result)
-
-
-_cached_output_stride = lru_cache(maxsize=4096)(_output_stride)  # 11 us without the cache, on every call
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int]) -> bool:
@@ -136,6 +126,26 @@ def _check_broadcast(name: str, mask: Tensor, full: tuple[int, ...], device: tor
 _check: Callable[[bool, Callable[..., str]], None] = torch._check_value
 
 
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # size, stride, dtype
+
+
+class _Plan(NamedTuple):
+    """What runs a call, and into what."""
+
+    run: "RunAttention"
+    out: Layout
+    lse: Layout
+    counts: Layout
+
+
+# Plans by what the caller and `query` ask for; only of implementations that check the rest themselves. Making one takes 60 us.
+_plans: dict[tuple[Any, ...], _Plan] = {}
+_PLANS_KEPT = 4096
+
+# What Inductor's generated code allocates with: on the current GPU, half the host time of torch.empty_strided.
+_empty_on_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
 @torch.library.impl(_library, "attention", "CPU")
 @torch.library.impl(_library, "attention", "CUDA")
 def _attention(
@@ -150,62 +160,80 @@ def _attention(
     tile_order: str,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _raise_if_gradient_needed(query, key, value, attn_mask)
-    # All that decides who runs the call, as one key: deciding anew takes 20 us, looking it up 5.
-    layout = (query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(), query.dtype, query.device)
-    aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
-    mask = None if attn_mask is None else attn_mask.shape
-    call = (layout, aligned, mask, query_mask is None, is_causal, tile_order, implementation)
-    run = _run_of_call.get(call)
-    if run is None:
-        check_inputs(query, key, value, threshold, attn_mask, query_mask)
-        run = _choose_run(query, key, value, attn_mask, query_mask is not None, aligned, is_causal, tile_order, implementation)
-        if len(_run_of_call) >= _CALLS_REMEMBERED:
-            _run_of_call.clear()
-        _run_of_call[call] = run
-    if run is _reference_run():
-        # Kernels check what they must on their own; these checks take 30 us.
-        check_inputs(query, key, value, threshold, attn_mask, query_mask)
-    else:
-        attn_mask = None if attn_mask is None else attn_mask.expand(query.shape[0], 1, 1, key.shape[2])
-        query_mask = None if query_mask is None else query_mask.expand(query.shape[0], 1, query.shape[2], 1)
-    return run(query, key, value, threshold, attn_mask, query_mask, is_causal, default_scale(query, scale), tile_order)
+    if torch.is_grad_enabled():
+        _raise_if_gradient_needed(query, key, value, attn_mask)
+    shape, device = query.shape, query.get_device()  # -1 is the CPU
+    scale = shape[-1] ** -0.5 if scale is None else scale
+    call = (shape, query.stride(), query.dtype, device, attn_mask is None, query_mask is None, is_causal, tile_order, implementation)
+    plan = _plans.get(call)
+    if plan is not None and _all_on(device, threshold, attn_mask, query_mask):
+        results = _allocate(plan, device)
+        try:
+            plan.run(query, key, value, threshold, attn_mask, query_mask, results, is_causal, scale, tile_order)
+            return results
+        except ValueError:  # key, value or a mask is not what this implementation takes: another may, or the checks say what is wrong
+            pass
+    check_inputs(query, key, value, threshold, attn_mask, query_mask)
+    chosen = _choose(query, key, value, attn_mask, query_mask is not None, is_causal, tile_order, implementation)
+    out, lse, counts = ((tuple(x.shape), x.stride(), x.dtype) for x in empty_results(query, value, torch.device("meta")))
+    plan = _Plan(chosen.run, out, lse, counts)
+    if chosen.checks_arguments:
+        if len(_plans) >= _PLANS_KEPT:
+            _plans.clear()
+        _plans[call] = plan
+    results = _allocate(plan, device)
+    plan.run(query, key, value, threshold, attn_mask, query_mask, results, is_causal, scale, tile_order)
+    return results
 
 
-_run_of_call: dict[tuple[Any, ...], Callable[..., tuple[Tensor, Tensor, Tensor]]] = {}
-_CALLS_REMEMBERED = 4096
+def _all_on(device: int, threshold: Tensor, attn_mask: Tensor | None, query_mask: Tensor | None) -> bool:
+    """Kernels read these through pointers, whose device they cannot see."""
+    return (
+        threshold.get_device() == device
+        and (attn_mask is None or attn_mask.get_device() == device)
+        and (query_mask is None or query_mask.get_device() == device)
+    )
 
 
-def _choose_run(
+def _allocate(plan: _Plan, device: int) -> tuple[Tensor, Tensor, Tensor]:
+    if _empty_on_current_gpu is not None and device >= 0 and device == torch.cuda.current_device():
+        return _empty_on_current_gpu(*plan.out), _empty_on_current_gpu(*plan.lse), _empty_on_current_gpu(*plan.counts)
+    place = torch.device("cuda", device) if device >= 0 else torch.device("cpu")
+    out, lse, counts = (torch.empty_strided(size, stride, dtype=dtype, device=place) for size, stride, dtype in plan[1:])
+    return out, lse, counts
+
+
+def _choose(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
     query_mask: bool,
-    aligned: bool,
     is_causal: bool,
     tile_order: str,
     implementation: str,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """What runs a call; ValueError where nothing can. Logs once for each kind of call that falls back to the reference."""
+) -> "Implementation":
+    """What runs a call; ValueError where nothing can. Logs where a call falls back to the reference."""
     from skip_attn_compile import kernels
 
     problem = kernels.Problem.of(query, key, value, attn_mask, query_mask, is_causal, tile_order)
-    problem = problem._replace(aligned=problem.aligned and aligned)
+    starts = query.data_ptr() | key.data_ptr() | value.data_ptr()
+    problem = problem._replace(aligned=problem.aligned and starts % 16 == 0)
     chosen = kernels.choose(problem, implementation, explicit_call=True)
     if isinstance(chosen, list):
         raise ValueError(f"implementation {implementation!r} cannot run this attention: {'; '.join(chosen) or 'no such implementation'}")
     if chosen.name == "reference" and implementation == "auto" and problem.device_type != "cpu":
-        why = kernels.choose(problem)
-        log.warning("skip-softmax attention runs on the slow reference implementation: %s", "; ".join(why) if isinstance(why, list) else "")
-    return chosen.run
+        _warn_slow(problem)
+    return chosen
 
 
-@cache
-def _reference_run() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    from skip_attn_compile.kernels import reference
+@lru_cache(maxsize=256)
+def _warn_slow(problem: "Problem") -> None:
+    """Once for each kind of problem."""
+    from skip_attn_compile import kernels
 
-    return reference.IMPLEMENTATION.run
+    why = kernels.choose(problem)
+    log.warning("skip-softmax attention runs on the slow reference implementation: %s", "; ".join(why) if isinstance(why, list) else "")
 
 
 def _raise_if_gradient_needed(*inputs: Tensor | None) -> None:
@@ -235,14 +263,16 @@ def _attention_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _raise_if_gradient_needed(query, key, value, attn_mask)
     check_inputs(query, key, value, threshold, attn_mask, query_mask)
+    return empty_results(query, value, query.device)
+
+
+def empty_results(query: Tensor, value: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and counts of a call, uninitialised."""
     batch, heads, rows, _ = query.shape
-    lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=query.device)
-    counts = torch.empty((batch, heads, 2), dtype=torch.int32, device=query.device)
-    size = (batch, heads, rows, value.shape[3])
-    out = torch.empty_strided(size, output_stride(query, value.shape[3]), dtype=query.dtype, device=query.device)
-    return out, lse, counts
-
-
-def default_scale(query: Tensor, scale: float | None) -> float:
-    """SDPA's default, 1/sqrt(head_dim), where no scale is given."""
-    return query.shape[3] ** -0.5 if scale is None else scale
+    value_dim = value.shape[3]
+    stride = output_stride(query, value_dim)
+    return (
+        torch.empty_strided((batch, heads, rows, value_dim), stride, dtype=query.dtype, device=device),
+        torch.empty((batch, heads, rows), dtype=torch.float32, device=device),
+        torch.empty((batch, heads, 2), dtype=torch.int32, device=device),
+    )

@@ -1,5 +1,6 @@
 """The operator as PyTorch sees it: schema, fake, strides, dispatch, derivative, errors."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -11,6 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from cases import Case
+from skip_attn_compile import kernels, ops
+from skip_attn_compile.kernels import Problem, reference
 from skip_attn_compile.ops import attention, output_stride
 from skip_attn_compile.reference import reference_attention
 
@@ -284,3 +287,75 @@ def test_output_stride_is_dense_for_every_layout() -> None:
         stride = output_stride(query, 24)
         shape = (*query.shape[:3], 24)
         assert sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 == torch.Size(shape).numel()
+
+
+class Kernel:
+    """An implementation for keys as long as queries that checks its arguments itself, ahead of the reference; counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = self.ran = 0
+
+    def run(self, query, key, *rest) -> None:
+        if key.shape != query.shape or key.dtype != query.dtype:
+            raise ValueError("the kernel's own words")
+        self.ran += 1
+        rest[-4][0].fill_(7)
+
+    def unavailable(self, problem: Problem) -> str | None:
+        self.asked += 1
+        return None
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    kernel = Kernel()
+    implementation = dataclasses.replace(
+        reference.IMPLEMENTATION, name="kernel", run=kernel.run, unavailable=kernel.unavailable, masks=("none",), checks_arguments=True
+    )
+    monkeypatch.setattr(kernels, "implementations", lambda: (implementation, reference.IMPLEMENTATION))
+    monkeypatch.setattr(ops, "_plans", {})
+    return kernel
+
+
+def test_an_implementation_is_chosen_once_for_each_kind_of_query(kernel: Kernel) -> None:
+    for _ in range(3):
+        assert call(Q)[0].eq(7).all()
+        assert call(Q, threshold=0.5, scale=2.0)[0].eq(7).all()
+    assert (kernel.ran, kernel.asked) == (6, 1)
+    call(Q[:1])
+    call(Q.contiguous().transpose(2, 3).contiguous().transpose(2, 3))
+    call(Q.half())
+    call(Q, causal=True)
+    assert (kernel.ran, kernel.asked) == (10, 5)
+
+
+@pytest.mark.parametrize("name", [n for n in BAD_INPUTS if n.startswith(("key", "heads"))])
+def test_a_remembered_choice_hides_no_bad_input(name: str, kernel: Kernel) -> None:
+    assert call(Q)[0].eq(7).all()
+    given, message = BAD_INPUTS[name]
+    with pytest.raises(ValueError, match=message):
+        call(*given)
+
+
+def test_another_implementation_takes_what_the_remembered_one_refuses(kernel: Kernel) -> None:
+    query, key = torch.randn(2, 4, 70, 8), torch.randn(2, 4, 90, 8)
+    assert call(query)[0].eq(7).all()
+    with pytest.raises(ValueError, match="the kernel's own words"):  # it is chosen again: only what it publishes can lead elsewhere
+        call(query, key, key)
+    masked = call(query, key, key, mask=torch.ones(90) > 0)
+    for actual, wanted in zip(masked, reference_attention(query, key, key, torch.tensor(0.1)), strict=True):
+        assert torch.equal(actual, wanted)
+    assert call(query)[0].eq(7).all()
+
+
+def test_the_reference_is_not_remembered_since_it_checks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_plans", {})
+    call(Q)
+    assert not ops._plans
+
+
+def test_remembered_kinds_are_bounded(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_PLANS_KEPT", 4)
+    for rows in range(1, 12):
+        call(Q[:, :, :rows])
+        assert len(ops._plans) <= 4

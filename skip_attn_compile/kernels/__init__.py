@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-RunAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool, float, str], tuple[Tensor, Tensor, Tensor]]
-"""(query, key, value, threshold, attn_mask, query_mask, is_causal, scale, tile_order) -> (out, lse, counts), shapes as in ops.py.
+Results = tuple[Tensor, Tensor, Tensor]
+RunAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Results, bool, float, str], None]
+"""(query, key, value, threshold, attn_mask, query_mask, (out, lse, counts), is_causal, scale, tile_order), shapes as in ops.py.
 
-The operator gives kernels a key mask as [B,1,1,Skv] and a query mask as [B,1,Sq,1], expanded."""
+Writes out, lse and counts, which the operator allocates."""
 
 
 class Problem(NamedTuple):
@@ -65,6 +66,9 @@ class Implementation:
     run: RunAttention
     unavailable: Callable[[Problem], str | None] = lambda _: None  # why it cannot run on this machine (hardware, library), or None
     needs_alignment: bool = False
+    # Does `run` raise ValueError, before it reads anything, where key, value, threshold or masks (all on query's device) do not fit? Then
+    # the operator checks a kind of query once, not at every call.
+    checks_arguments: bool = False
     lambda_on_host: bool = False
 
     def not_supported_reasons(self, problem: Problem) -> list[str]:

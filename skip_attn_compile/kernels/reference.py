@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from skip_attn_compile.config import TILE_ORDERS
-from skip_attn_compile.kernels import Implementation
-from skip_attn_compile.ops import empty_output
+from skip_attn_compile.kernels import Implementation, Results
 from skip_attn_compile.reference import reference_attention
 
 TILE_Q, TILE_K = 64, 128
@@ -18,11 +17,13 @@ def _run(
     threshold: Tensor,
     attn_mask: Tensor | None,
     query_mask: Tensor | None,
+    results: Results,
     is_causal: bool,
     scale: float,
     tile_order: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return reference_attention(
+) -> None:
+    out, lse, counts = results
+    _, own_lse, own_counts = reference_attention(
         query,
         key,
         value,
@@ -34,8 +35,10 @@ def _run(
         tile_order=tile_order,
         tile_q=TILE_Q,
         tile_k=TILE_K,
-        out=empty_output(query, value.shape[3]),
+        out=out,
     )
+    lse.copy_(own_lse)
+    counts.copy_(own_counts)
 
 
 IMPLEMENTATION = Implementation(

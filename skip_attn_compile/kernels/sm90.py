@@ -1,7 +1,7 @@
 """Skip-softmax attention on Hopper (compute capability 9.0): calls the CUDA library built from `csrc/`.
 
-The library is loaded through apache-tvm-ffi at the first call and knows nothing of torch's or Python's ABI. It is destination-passing:
-this file allocates the outputs, the library checks the arguments, zeroes the counts and launches one kernel on the current stream.
+The library is loaded through apache-tvm-ffi at the first call and knows nothing of torch's or Python's ABI. It checks
+its arguments, zeroes the counts and launches one kernel on the current stream; the operator allocates what it writes.
 """
 
 from functools import cache
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skip_attn_compile.kernels import Implementation, Problem
-from skip_attn_compile.ops import empty_output
+from skip_attn_compile.kernels import Implementation, Problem, Results
 
 TILE_Q = 64
 TILE_K = 128
@@ -34,16 +33,13 @@ def run(
     threshold: Tensor,
     attn_mask: Tensor | None,
     query_mask: Tensor | None,
+    results: Results,
     is_causal: bool,
     scale: float,
     tile_order: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> None:
     """Shapes as in `ops.py`; asynchronous, on the current stream of query's device."""
-    out = empty_output(query, value.shape[3])
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    counts = torch.empty((*query.shape[:2], 2), dtype=torch.int32, device=query.device)
-    _attention()(query, key, value, threshold, attn_mask, query_mask, out, lse, counts, is_causal, scale, tile_order == "own_first")
-    return out, lse, counts
+    _attention()(query, key, value, threshold, attn_mask, query_mask, *results, is_causal, scale, tile_order == "own_first")
 
 
 def unavailable(problem: Problem) -> str | None:
@@ -68,4 +64,5 @@ IMPLEMENTATION = Implementation(
     run=run,
     unavailable=unavailable,
     needs_alignment=True,
+    checks_arguments=True,
 )

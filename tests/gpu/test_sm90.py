@@ -58,11 +58,12 @@ def attend(
     """The kernel, with poisoned outputs: what it does not write stays NaN, or -7."""
     if not isinstance(threshold, Tensor):
         threshold = torch.tensor(threshold, device="cuda")
-    out = ops.empty_output(query, value.shape[3]).fill_(math.nan)
-    lse = torch.full(query.shape[:3], math.nan, device="cuda")
-    counts = torch.full((*query.shape[:2], 2), -7, dtype=torch.int32, device="cuda")
-    sm90._attention()(query, key, value, threshold, attn_mask, query_mask, out, lse, counts, is_causal, scale, tile_order == "own_first")
-    return out, lse, counts
+    out, lse, counts = results = ops.empty_results(query, value, query.device)
+    out.fill_(math.nan)
+    lse.fill_(math.nan)
+    counts.fill_(-7)
+    sm90.run(query, key, value, threshold, attn_mask, query_mask, results, is_causal, scale, tile_order)
+    return results
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, threshold: float | Tensor, **options: object) -> Tensor:
@@ -264,10 +265,11 @@ def test_cuda_graph_follows_the_threshold() -> None:
     query, key, value = exact_inputs(1, 2, 2, 512, 1024, 128, torch.bfloat16)
     threshold = torch.zeros((), device="cuda")
     with torch.no_grad():
-        sm90.run(query, key, value, threshold, None, None, False, SCALE, "ascending")
+        run = lambda: ops.attention(query, key, value, threshold, None, None, False, SCALE, "ascending", "sm90")
+        run()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            recorded = sm90.run(query, key, value, threshold, None, None, False, SCALE, "ascending")
+            recorded = run()
     for x in (0.0, THRESHOLD, 1.0, 0.0):
         threshold.fill_(x)
         graph.replay()
