@@ -10,7 +10,7 @@ are made up for these weights. A real folder without a calibration needs --thres
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model lies on disk
 
@@ -46,7 +46,8 @@ def main(
     device: str = "cpu",
 ) -> None:
     if model is None:
-        folder, parts, min_kv_len = write_tiny_pipeline(Path("out/wan22")), {"text_encoder": None, "tokenizer": None, "vae": None}, 0
+        parts: dict[str, Any] = {"text_encoder": None, "tokenizer": None, "vae": None}
+        folder, min_kv_len = write_tiny_pipeline(Path("out/wan22")), 0
     else:
         folder, parts, min_kv_len = model, {"dtype": torch.bfloat16}, 1024
     given = {"threshold": threshold, "target_sparsity": target_sparsity, "disabled_until_timestep": cutoff}

@@ -67,9 +67,7 @@ class Gate:
                 watch.install()
 
     def dense(self, frames: Sequence[Frame], callers: Sequence[Candidate | None], arguments: Sequence[object]) -> bool | torch.Tensor:
-        """Is a call of the graph that holds `frames` dense? A bool, or a 0-d bool tensor on the device that knows."""
-        if self.cutoff == 0:
-            return False
+        """Is a call of the graph that holds `frames` dense? A bool, or a 0-d bool tensor on the device that knows. For a cutoff > 0."""
         reading = self._reading(frames, callers, arguments)
         dense = reading.dense(self.cutoff)
         caller = next((c for c in callers if c is not None), None)

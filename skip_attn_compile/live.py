@@ -33,11 +33,8 @@ class Slot:
     counts: torch.Tensor  # int64 [n_rewritten, 3]: tiles visited, tiles skipped, calls whose lambda was clamped to 1
     version: tuple[int, int] = (-1, -1)  # of the settings and of the known models that control was written for
     policies: list[Policy] = field(default_factory=list)
+    may_skip: bool = False  # some row of control is not zero
     sizes_checked: set[tuple[int, ...]] = field(default_factory=set)
-
-    @property
-    def may_skip(self) -> bool:
-        return any(max(policy.control) > 0 for policy in self.policies)
 
 
 @dataclass(eq=False)
@@ -107,7 +104,7 @@ class CompiledGraph:
 
     def _control(self, slot: Slot, args: Sequence[object]) -> torch.Tensor:
         """The rows of the slot, or zeros where the gate says dense. A gate that only a device knows is applied there."""
-        if not slot.may_skip:
+        if not slot.may_skip or self._gate.cutoff == 0:
             return slot.control
         dense = self._gate.dense(self._record.frames, slot.callers, args)
         if isinstance(dense, torch.Tensor):
@@ -120,6 +117,7 @@ class CompiledGraph:
         with torch.inference_mode(False), torch.no_grad():
             # A few bytes from pageable memory: staged at once, so neither side waits for the other.
             slot.control.copy_(torch.tensor([p.control for p in slot.policies], dtype=torch.float32), non_blocking=True)
+        slot.may_skip = any(max(p.control) > 0 for p in slot.policies)
         slot.version = version
         slot.sizes_checked = set()
 

@@ -55,7 +55,7 @@ class _Entry:
     def same_step(self, other: "_Entry") -> bool:
         a, b = self.reading, other.reading
         on_host = not isinstance(a.level, torch.Tensor) and not isinstance(b.level, torch.Tensor)
-        return a is b or (on_host and (a.level, a.source, self.dense) == (b.level, b.source, other.dense))
+        return on_host and (a.level, a.source, self.dense) == (b.level, b.source, other.dense)
 
 
 class StepLog:
@@ -66,9 +66,13 @@ class StepLog:
         self._lock = threading.Lock()
 
     def add(self, model: str, reading: Reading, dense: bool | torch.Tensor) -> None:
+        key = (model, threading.get_ident())
+        entries = self._entries.get(key)
+        if entries and entries[-1].reading is reading:  # the blocks of a model share one
+            return
         entry = _Entry(reading, dense)
         with self._lock:
-            entries = self._entries.setdefault((model, threading.get_ident()), deque(maxlen=_KEPT_STEPS))
+            entries = self._entries.setdefault(key, deque(maxlen=_KEPT_STEPS))
             if not entries or not entry.same_step(entries[-1]):
                 entries.append(entry)
 

@@ -17,7 +17,7 @@ class WanTransformer3DModel(Model):
     """Named as one whose argument is known: timesteps up to 1000."""
 
     def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
-        return super().forward(x) + 0 * timestep.to(x).max()
+        return super().forward(x) + 0 * timestep.to(x.device, x.dtype, non_blocking=True).max()
 
 
 def reference(model: nn.Module, x: Tensor, threshold: float) -> Tensor:
