@@ -6,6 +6,7 @@ remembers, for one graph, the module whose forward was captured, the input posit
 same class; `resolve` finds the caller by comparing the live Parameters with `is` (ids are reused, and offloading replaces them).
 """
 
+import re
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from types import CodeType
 import torch
 from torch import nn
 
+_ATTENTION_CLASS = re.compile(r"atte?n", re.IGNORECASE)
 _WRAPPER_PARTS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MODULE_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)  # hold what they wrap as `.module`
 
@@ -49,6 +51,11 @@ class KnownModel:
         if root is not None:
             for path, module in root.named_modules():
                 yield clean_path(root, path), module
+
+    def attention_modules(self) -> dict[str, str]:
+        """path -> class name, of the modules whose class name says attention (Attention, Attn) and that hold no other such module."""
+        named = {path: type(module).__name__ for path, module in self.modules() if _ATTENTION_CLASS.search(type(module).__name__)}
+        return {path: name for path, name in named.items() if not any(is_within(other, path) for other in named if other != path)}
 
 
 _NO_MODEL = KnownModel(lambda: None, "")  # type: ignore[arg-type]  # of plain functions
@@ -187,6 +194,11 @@ def clean_path(root: nn.Module, path: str) -> str:
             parts.append(part)
         module = module._modules[part]  # type: ignore[assignment]
     return ".".join(parts)
+
+
+def is_within(path: str, outer: str) -> bool:
+    """Is the module at `path` the one at `outer`, or inside it?"""
+    return not outer or path == outer or path.startswith(f"{outer}.")
 
 
 def join(*paths: str) -> str:

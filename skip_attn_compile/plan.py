@@ -1,6 +1,5 @@
 """A dry run: what a config would do to a model, without compiling it."""
 
-import re
 from dataclasses import dataclass
 
 from torch import nn
@@ -10,8 +9,6 @@ from skip_attn_compile.layers import KnownModels, LayerName
 from skip_attn_compile.report import UnmatchedPattern, table
 from skip_attn_compile.rules import Policy, policy
 from skip_attn_compile.summary import unmatched_patterns
-
-_ATTENTION_CLASS = re.compile(r"atte?n", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -62,9 +59,6 @@ def plan(model: nn.Module, config: SkipConfig, name: str = "") -> Plan:
     """
     if not isinstance(config, SkipConfig):
         raise ValueError(f"plan needs a SkipConfig, got {config!r}; write plan(model, SkipConfig(threshold=0.1))")
-    modules = list(KnownModels().attach(model, name).modules())
-    attention = {path: module for path, module in modules if _ATTENTION_CLASS.search(type(module).__name__)}
-    innermost = {p: m for p, m in attention.items() if not any(other.startswith(f"{p}.") for other in attention)}
-    names = {LayerName(name, path): type(module).__name__ for path, module in innermost.items()}
+    names = {LayerName(name, path): module_class for path, module_class in KnownModels().attach(model, name).attention_modules().items()}
     layers = tuple(PlannedLayer(layer.full, module_class, policy(config, layer)) for layer, module_class in names.items())
     return Plan(layers, tuple(unmatched_patterns(config, list(names))), config.min_kv_len, config.disabled_until_timestep)

@@ -1,16 +1,24 @@
 """From what the compiled graphs recorded to the report: one row for each layer and call, whichever graphs serve it."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from skip_attn_compile.config import SkipConfig
-from skip_attn_compile.layers import Candidate, Frame, KnownModels, LayerName
+from skip_attn_compile.layers import Candidate, Frame, KnownModel, KnownModels, LayerName, is_within, join
 from skip_attn_compile.live import ATTACH, GraphRecord
 from skip_attn_compile.report import UNKNOWN_LAYER, Report, SiteReport, UnmatchedPattern, nearest
 from skip_attn_compile.rules import Decision, Policy, matches, policy
 
 KEPT_WHEN_COMPILED = "kept when it was compiled, by the config and for the layers known then; torch.compiler.reset() compiles it anew"
+
+IN_NO_GRAPH = (
+    "such attention has not run, runs in eager Python (not compiled, or behind a graph break, which TORCH_LOGS=graph_breaks shows; where"
+    " sizes depend on data, capture_scalar_outputs and capture_dynamic_output_shape_ops of torch._dynamo.config may help), or does not call"
+    " scaled_dot_product_attention (linear attention, another attention backend of diffusers)"
+)
 
 Counts = tuple[int, int, int]  # tiles visited, tiles skipped, calls clamped
 
@@ -19,6 +27,7 @@ def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: Know
     """One row for each layer and call, whichever graphs serve it, and what the user should know besides."""
     rows: dict[object, SiteReport] = {}
     layers: dict[LayerName, None] = {}
+    seen: dict[KnownModel, set[str]] = {}
 
     def add(key: object, row: SiteReport) -> None:
         if key in rows:
@@ -34,6 +43,8 @@ def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: Know
                 for site, path in frame.sites.items():
                     decision, layer = graph.decisions[site], candidate.layer(path)
                     layers[layer] = None
+                    if decision.kept or (site, candidate) in counts:
+                        seen.setdefault(candidate.model, set()).add(layer.path)
                     row = _site_row(decision, layer, config, counts.pop((site, candidate), (0, 0, 0)))
                     add((id(candidate.model), layer, decision.call_index), row)
             for site, path in frame.sites.items() if not candidates else ():
@@ -47,8 +58,26 @@ def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: Know
         report.unmatched = unmatched_patterns(config, list(layers))
     if not rows:
         report.notes.append(f"no scaled_dot_product_attention call was seen in {len(graphs)} compiled graph{'s' * (len(graphs) != 1)}")
+    if graphs:
+        report.notes += _in_no_graph(seen, models)
     report.notes += _at_recompile_limit(graphs)
     return report
+
+
+def _in_no_graph(seen: Mapping[KnownModel, set[str]], models: KnownModels) -> list[str]:
+    """A note where a known model has attention modules that no graph has served. seen: the paths of those that one has."""
+    missed: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for known in models.live():
+        paths = seen.get(known, set())
+        if seen and not paths:
+            continue  # it may not have run yet
+        for path, module_class in known.attention_modules().items():
+            alike = f"{re.sub(r'(?<![^.])[0-9]+(?![^.])', '*', join(known.name, path))} ({module_class})"
+            total[alike] += 1
+            missed[alike] += not any(is_within(path, other) or is_within(other, path) for other in paths)
+    shown = [f"{missed[alike]} of {total[alike]} {alike}" for alike in missed if missed[alike]]
+    return [f"no compiled graph has served {', '.join(shown)}: {IN_NO_GRAPH}"] if shown else []
 
 
 def _at_recompile_limit(graphs: Sequence[GraphRecord]) -> list[str]:

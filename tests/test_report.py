@@ -5,6 +5,7 @@ import json
 import expecttest
 import pytest
 import torch
+from torch import nn
 
 from graphs import recording_backend
 from models import TILES, dit, skip_config, tokens
@@ -211,3 +212,36 @@ def test_recompile_limit_is_said() -> None:
     assert len(recorder.graphs) == limit
     assert be.report().visited == before
     assert note in str(be.report())
+
+
+def test_attention_that_no_graph_holds_is_named() -> None:
+    model = dit(3, cross=True)
+    model.blocks[1].attn1.forward = torch.compiler.disable(model.blocks[1].attn1.forward)
+    model.blocks[2].attn1 = LinearAttention()
+    be = backend(skip_config(), inner="eager", model=model)
+    assert "has served" not in str(be.report())  # nothing has run
+    torch.compile(model, backend=be)(tokens(), tokens())
+    (note,) = be.report().notes
+    assert note.startswith("no compiled graph has served 1 of 2 blocks.*.attn1 (Attention), 1 of 1 blocks.*.attn1 (LinearAttention): ")
+
+
+def test_another_model_that_has_not_run_yet_is_not_named() -> None:
+    model, other = dit(), Sequence()
+    be = backend(skip_config(), inner="eager", model=model)
+    be.attach(other, "other")
+    torch.compile(model, backend=be)(tokens())
+    assert be.report().notes == []
+
+
+class LinearAttention(nn.Module):
+    """No softmax."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (x.mT @ x) / x.shape[1]
+
+
+class Sequence(nn.Sequential):
+    """A model of another class than Dit."""
+
+    def __init__(self) -> None:
+        super().__init__(LinearAttention())
