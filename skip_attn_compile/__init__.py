@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 # Eagerly: some of these functions share a name with the module they come from, and must be set after it.
 from skip_attn_compile.backend import backend, report
+from skip_attn_compile.capture import capture
 from skip_attn_compile.functional import skip_softmax_attention
 from skip_attn_compile.pipeline import CompiledPipeline, compile_pipeline
 from skip_attn_compile.plan import plan
@@ -23,6 +24,7 @@ __all__ = [
     "SkipConfig",
     "TimestepSpec",
     "backend",
+    "capture",
     "compile_pipeline",
     "cutoff_for_dense_steps",
     "dense_steps",

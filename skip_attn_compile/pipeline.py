@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from skip_attn_compile.backend import Inner, SkipBackend
+from skip_attn_compile.capture import Capture
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.report import Report, UnmatchedPattern
 from skip_attn_compile.schedule import level_tensor
@@ -24,6 +25,7 @@ def compile_pipeline(
     config: Configs,
     *,
     regional: bool = False,
+    capture: bool = False,
     inner: Inner = "inductor",
     timestep_spec: TimestepSpec | None = None,
     **torch_compile_kwargs: Any,
@@ -34,6 +36,7 @@ def compile_pipeline(
     config: one SkipConfig for all of them, or a dict by component name, as `SkipConfig.from_checkpoint(folder)` gives; a denoiser that
         the dict does not name is left as it is.
     regional: compile the repeated blocks, `model.compile_repeated_blocks()`, instead of the whole model, `model.compile()`.
+    capture: let Dynamo capture attention that depends on values, see `capture`; for Mochi.
     inner, torch_compile_kwargs: as for `backend` and torch.compile (mode, fullgraph, dynamic, options).
     timestep_spec: how the denoisers are told the noise level, for classes not known here.
 
@@ -52,14 +55,14 @@ def compile_pipeline(
         backends[name]._attach(models[name], name, timestep_spec, _SchedulerLevel(pipe))
         compile_in_place = models[name].compile_repeated_blocks if regional else models[name].compile
         compile_in_place(backend=backends[name], **torch_compile_kwargs)  # type: ignore[operator]
-    return CompiledPipeline(models, backends)
+    return CompiledPipeline(models, backends, [Capture(models[name]) for name in configs] if capture else [])
 
 
 class CompiledPipeline:
     """What `compile_pipeline` returns. backends: one for each compiled component, by name, for what concerns only one of them."""
 
-    def __init__(self, models: dict[str, nn.Module], backends: dict[str, SkipBackend]) -> None:
-        self._models = models
+    def __init__(self, models: dict[str, nn.Module], backends: dict[str, SkipBackend], captures: list[Capture]) -> None:
+        self._models, self._captures = models, captures
         self.backends = backends
 
     def report(self) -> Report:
@@ -89,6 +92,8 @@ class CompiledPipeline:
             for module in self._models[name].modules():
                 module.__dict__.pop("_compiled_call_impl", None)
             backend._gate.detach(self._models[name])
+        for capture in self._captures:
+            capture.remove()
 
     def _unmatched(self, reports: Mapping[str, Report]) -> list[UnmatchedPattern]:
         """A pattern of a config that several components share need match in one of them."""
