@@ -142,8 +142,8 @@ void attention(TensorView query, TensorView key, TensorView value, TensorView th
   Params params{};
   const auto map_type = half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   params.query_map = tensor_map(query, "query", map_type, kGroupRows);
-  params.key_map = tensor_map(key, "key", map_type, kTileKeys);
-  params.value_map = tensor_map(value, "value", map_type, kTileKeys);
+  params.key_map = tensor_map(key, "key", map_type, copy_keys(head_dim / kPanel));
+  params.value_map = tensor_map(value, "value", map_type, copy_keys(head_dim / kPanel));
   params.out = data(out);
   params.out_stride_batch = out.stride(0);
   params.out_stride_head = out.stride(1);
@@ -158,7 +158,6 @@ void attention(TensorView query, TensorView key, TensorView value, TensorView th
   params.heads_per_kv_head = static_cast<int>(heads / kv_heads);
   params.q_len = static_cast<int>(q_len);
   params.kv_len = static_cast<int>(kv_len);
-  params.q_blocks = static_cast<int>((q_len + kBlockRows - 1) / kBlockRows);
   params.tiles = static_cast<int>((kv_len + kTileKeys - 1) / kTileKeys);
   params.is_causal = is_causal;
   params.own_first = own_first;
@@ -168,6 +167,10 @@ void attention(TensorView query, TensorView key, TensorView value, TensorView th
   // A scale that is not positive breaks "the largest raw score is the largest score"; the masked kernel scales first.
   const bool masked = attn_mask.has_value() || query_mask.has_value() || !(params.scale_log2 > 0.f);
 
+  // A pair of CTAs shares copies (see kernel.cuh); an odd number of blocks costs an idle one in each head.
+  const int64_t q_blocks = (q_len + kBlockRows - 1) / kBlockRows;
+  params.cluster = !masked && !is_causal && (q_blocks % 2 == 0 || q_blocks > 16) ? 2 : 1;
+  params.q_blocks = static_cast<int>((q_blocks + params.cluster - 1) / params.cluster * params.cluster);
   const int64_t blocks = batch * heads * params.q_blocks;
   REQUIRE(blocks <= std::numeric_limits<int>::max(), "batch * heads * ceil(rows / 128) must be below 2^31, got " << blocks);
   const auto launch_typed = half ? (head_dim == 128 ? launch<ElementType::kFloat16, 128> : launch<ElementType::kFloat16, 64>)

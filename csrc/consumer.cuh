@@ -9,6 +9,7 @@
 constexpr float kInfinity = __builtin_huge_valf();
 constexpr float kLn2 = 0.693147180559945f;
 constexpr float kLog2e = 1.442695040888963f;
+constexpr float kBaseSlack = 8.f;  // log2 units
 
 // Place in a ring of kStages buffers: which buffer, and the parity of its use.
 template <int kStages>
@@ -28,14 +29,14 @@ struct RingPlace {
 struct Stream {
   int start, tiles, offset1, length;  // offset1: that of group 1; group 0 starts at position 0
 
-  __device__ __forceinline__ Stream(const Params& params, int row0) {
+  __device__ __forceinline__ Stream(const Params& params, int row0, bool own_first) {
     tiles = params.tiles;
     if (params.is_causal) tiles = min(tiles, (min(row0 + kBlockRows, params.q_len) + kTileKeys - 1) / kTileKeys);
     int first[kGroups];
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const int64_t twice_middle = 2 * (int64_t{row0} + g * kGroupRows) + kGroupRows;
-      const int64_t own = params.own_first ? twice_middle * params.kv_len / (int64_t{2} * params.q_len * kTileKeys) : 0;
+      const int64_t own = own_first ? twice_middle * params.kv_len / (int64_t{2} * params.q_len * kTileKeys) : 0;
       const int tile = static_cast<int>(min(own, int64_t{params.tiles - 1}));
       first[g] = tile < tiles ? tile : 0;  // causal: the tiles from `tiles` on are masked for all rows, so the order wraps at once
     }
@@ -69,6 +70,8 @@ struct Consumer {
   Smem& smem;
   const int batch, head, kv_head, group, thread, row0;
   const bool take_turns;
+  int lane, partner_lane;           // the lane that releases to the other CTA of the cluster; 32: no lane
+  uint32_t partner_distance;        // from an address of this CTA to the same place in the other
   const float log2_threshold;
 
   // A thread holds two rows, i = 0 and 1, of every accumulator: row0 + 16 * warp + lane / 4 + 8 * i; of these the columns
@@ -77,9 +80,10 @@ struct Consumer {
   float scores[kTileKeys / 2];
   uint32_t query[kHoldQuery ? kHeadDim / 4 : 1];
   uint32_t weights[kTileKeys / 4];  // P in the input's precision, as wgmma takes it from registers
-  float running_max[2], exp_sum[2]; // raw scores (masked kernel: log2 units); this thread's share of the sum
+  float running_max[2];             // raw scores (masked kernel: log2 units)
+  float exp_base[2], exp_sum[2];    // what the exps so far are relative to, log2 units; this thread's share of their sum
   bool row_votes[2];
-  bool rescales = false;            // uniform over the warp: some maximum rose in this tile
+  bool rescales = false;            // uniform over the warp: some base rose in this tile
   float unit;                       // from raw scores to log2 units
   int visited = 0, skipped = 0;
 
@@ -89,9 +93,17 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) out[i] = 0.f;
     unit = kMasked ? 1.f : params.scale_log2;
+    lane = thread % 32;
+    if constexpr (!kMasked) {
+      partner_lane = params.cluster > 1 ? 1 : 32;
+      const uint32_t here = ptx::smem_address(&smem);  // holds the CTA's rank too
+      partner_distance = params.cluster > 1 ? ptx::map_to_rank(here, ptx::cluster_rank() ^ 1) - here : 0;
+      asm volatile("" : "+r"(lane), "+r"(partner_lane), "+r"(partner_distance));  // or they are computed again at each use
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       running_max[i] = -kInfinity;
+      exp_base[i] = -kInfinity;
       exp_sum[i] = 0.f;
       row_votes[i] = row(i) < params.q_len;
       if (kMasked && row_votes[i] && params.query_mask != nullptr) {
@@ -115,27 +127,25 @@ struct Consumer {
 
   // ---- scores = Q K^T, [64 x 128], D / 16 steps; issued, not awaited ----
   __device__ __forceinline__ void qk_gemm(int stage) {
-    const uint64_t q = ptx::descriptor(ptx::smem_address(smem.query(group)), 0);
-    const uint64_t k = ptx::descriptor(ptx::smem_address(smem.key[stage]), 0);
+    const uint32_t q = ptx::descriptor(ptx::smem_address(smem.query(group)), 0);
+    const uint32_t k = ptx::descriptor(ptx::smem_address(smem.key[stage]), 0);
     ptx::wgmma_fence();
-    if constexpr (kHoldQuery) {
-      ptx::wgmma_scores<Element, 0>(scores, &query[0], k);
 #pragma unroll
-      for (int d = 1; d < kHeadDim / 16; ++d) ptx::wgmma_scores<Element, 1>(scores, &query[4 * d], k + (d % 4) * (32 >> 4) + (d / 4) * (sizeof(smem.key[0][0]) >> 4));
-    } else {
-    ptx::wgmma_scores<Element, 0>(scores, q, k);
-#pragma unroll
-    for (int d = 1; d < kHeadDim / 16; ++d) {
+    for (int d = 0; d < kHeadDim / 16; ++d) {
       const int inside = (d % 4) * (32 >> 4);  // 16 elements further in the 128-byte row, in descriptor units of 16 bytes
-      ptx::wgmma_scores<Element, 1>(scores, q + inside + (d / 4) * (kQueryPanelBytes >> 4), k + inside + (d / 4) * (sizeof(smem.key[0][0]) >> 4));
-    }
+      const uint32_t b = k + inside + (d / 4) * (sizeof(smem.key[0][0]) >> 4);
+      if constexpr (kHoldQuery) {
+        ptx::wgmma_scores<Element>(scores, &query[4 * d], b, d > 0);
+      } else {
+        ptx::wgmma_scores<Element>(scores, q + inside + (d / 4) * (kQueryPanelBytes >> 4), b, d > 0);
+      }
     }
     ptx::wgmma_commit();
   }
 
   // ---- out += P V, [64 x D], 128 / 16 steps; issued, not awaited ----
   __device__ __forceinline__ void pv_gemm(int stage) {
-    const uint64_t v = ptx::descriptor(ptx::smem_address(smem.value[stage]), sizeof(smem.value[0][0]));
+    const uint32_t v = ptx::descriptor(ptx::smem_address(smem.value[stage]), sizeof(smem.value[0][0]));
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kTileKeys / 16; ++k) ptx::wgmma_out<Element>(out, &weights[4 * k], v + k * (16 * 128 >> 4));
@@ -190,22 +200,20 @@ struct Consumer {
     }
   }
 
-  // ---- the largest of the thread's own scores of each of its rows; eight chains, since a chain waits for each result ----
+  // ---- the largest of the thread's own scores of each of its rows; as a tree, since a chain waits for each result ----
   __device__ __forceinline__ void own_max(float (&tile_max)[2]) const {
-    float chain[2][4];
 #pragma unroll
-    for (int j = 0; j < kTileKeys / 8; ++j) {
+    for (int i = 0; i < 2; ++i) {
+      float x[kTileKeys / 8];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int j = 0; j < kTileKeys / 8; ++j) x[j] = ptx::max_nan(scores[4 * j + 2 * i], scores[4 * j + 2 * i + 1]);
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& x = chain[i][2 * (j % 2) + c];
-          x = j < 2 ? scores[4 * j + 2 * i + c] : ptx::max_nan(x, scores[4 * j + 2 * i + c]);
-        }
+      for (int stride = 1; stride < kTileKeys / 8; stride *= 2) {
+#pragma unroll
+        for (int j = 0; j + stride < kTileKeys / 8; j += 2 * stride) x[j] = ptx::max_nan(x[j], x[j + stride]);
       }
+      tile_max[i] = x[0];
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) tile_max[i] = ptx::max_nan(ptx::max_nan(chain[i][0], chain[i][1]), ptx::max_nan(chain[i][2], chain[i][3]));
   }
 
   // ---- over the four lanes that share a row ----
@@ -228,48 +236,54 @@ struct Consumer {
     return ptx::barrier_all(kVote + group, kWarpgroup, agree);
   }
 
-  // ---- scores become exp(scores - m_new); returns what the past is to be multiplied with, exp(m - m_new) ----
-  __device__ __forceinline__ void softmax_step(const float (&tile_max)[2], float (&rescale)[2]) {
-    float base[2];
+  // ---- the new maxima, and the base that the exps of this tile are relative to; returns what everything before is to be multiplied with ----
+  // The base is the running maximum, or up to 2^8 below it: a maximum that rises by less rescales nothing. The quotient out / sum is the
+  // same, 16-bit weights of up to 2^8 are as precise as those of up to 1, and out, 64 registers, is rarely multiplied.
+  __device__ __forceinline__ void raise_max(const float (&tile_max)[2], float (&rescale)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float new_max = ptx::max_nan(running_max[i], row_max(tile_max[i]));
-      base[i] = kMasked && new_max == -kInfinity ? 0.f : new_max * unit;
-      rescale[i] = ptx::exp2_approx(running_max[i] * unit - base[i]);
-      running_max[i] = new_max;
+      running_max[i] = ptx::max_nan(running_max[i], row_max(tile_max[i]));
+      const float top = running_max[i] * unit, old_base = exp_base[i];
+      if (kMasked || !(top - old_base <= kBaseSlack)) exp_base[i] = top;  // also where top is NaN; masked: always, to save registers
+      rescale[i] = ptx::exp2_approx(old_base - finite_base(i));
     }
-    // The maxima settle after a few tiles; then all factors of a warp are 1 and the products are left out (the same bits).
     rescales = __any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float sum[2] = {0.f, 0.f};
-#pragma unroll
-      for (int j = 0; j < kTileKeys / 8; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& s = scores[4 * j + 2 * i + c];
-          s = ptx::exp2_approx(fmaf(s, unit, -base[i]));
-          sum[c] += s;
-        }
-      }
-      exp_sum[i] = fmaf(exp_sum[i], rescale[i], sum[0] + sum[1]);
-    }
   }
 
-  __device__ __forceinline__ void rescale_out(const float (&rescale)[2]) {
+  // Masked kernel: a row without a key so far has no maximum.
+  __device__ __forceinline__ float finite_base(int i) const { return kMasked && exp_base[i] == -kInfinity ? 0.f : exp_base[i]; }
+
+  // ---- weights = exp(scores - base) ----
+  __device__ __forceinline__ void softmax_step(const float (&rescale)[2]) {
+    const float base[2] = {finite_base(0), finite_base(1)};
+    float sum[2][2] = {};
+#pragma unroll
+    for (int j = 0; j < kTileKeys / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float* s = &scores[4 * j + 2 * i];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          s[c] = ptx::exp2_approx(fmaf(s[c], unit, -base[i]));
+          sum[i][c] += s[c];
+        }
+        weights[2 * j + i] = ptx::pack<Element>(s[0], s[1]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) exp_sum[i] = fmaf(exp_sum[i], rescale[i], sum[i][0] + sum[i][1]);
     if (rescales) {
 #pragma unroll
       for (int j = 0; j < kHeadDim / 2; ++j) out[j] *= rescale[(j / 2) % 2];
     }
   }
 
-  __device__ __forceinline__ void pack_weights() {
-#pragma unroll
-    for (int j = 0; j < kTileKeys / 4; ++j) weights[j] = ptx::pack<Element>(scores[2 * j], scores[2 * j + 1]);
-  }
-
+  // `kShared`: the buffer was filled by both CTAs of the cluster, each of which waits for the warps of both.
+  template <bool kShared>
   __device__ __forceinline__ void release(uint64_t& empty) const {
-    if (thread % 32 == 0) ptx::mbarrier_arrive(ptx::smem_address(&empty));
+    const uint32_t barrier = ptx::smem_address(&empty);
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+    if (kShared && lane == partner_lane) ptx::mbarrier_arrive_cluster(barrier + partner_distance);
   }
 
   // One warpgroup issues its products while the other does its softmax.
@@ -299,11 +313,11 @@ struct Consumer {
     ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[buffer]), at.due.parity);
     pv_gemm(buffer);
   }
-  template <bool kOwnValues>
+  template <bool kVotes, bool kOwnValues>
   __device__ __forceinline__ void await_due_pv(const Places<kOwnValues>& at) {
     ptx::wgmma_wait<0>();
     ptx::pin(out);
-    if constexpr (!kOwnValues) release(smem.value_empty[at.due.stage]);
+    if constexpr (!kOwnValues) release<!kVotes>(smem.value_empty[at.due.stage]);
   }
 
   // ---- one key tile; returns whether it was kept, that is whether P V of it is due in the next step ----
@@ -315,7 +329,7 @@ struct Consumer {
     if constexpr (kMasked) stage_key_bias(tile);
     ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity);
     if constexpr (!kPending && kVotes && !kOwnValues) {
-      if (owes_value) release(smem.value_empty[at.due.stage]);
+      if (owes_value) release<false>(smem.value_empty[at.due.stage]);
     }
     wait_for_turn();
     qk_gemm(at.key.stage);
@@ -328,14 +342,14 @@ struct Consumer {
     asm volatile("" : "+r"(at.next_key.stage), "+r"(at.next_key.parity), "+r"(at.next_tile));
     ptx::wgmma_wait<kPending ? 1 : 0>();
     ptx::pin(scores);
-    release(smem.key_empty[at.key.stage]);
+    release<!kVotes>(smem.key_empty[at.key.stage]);
+    if constexpr (kPending && kMasked) await_due_pv<kVotes, kOwnValues>(at);  // here, since masking needs its registers
 
     mask_scores(tile);
-    float tile_max[2], rescale[2];
+    float tile_max[2];
     own_max(tile_max);
-    // Without a vote: true, but not known to the compiler. The branch keeps the exps ahead of the wait for P V that runs beside them;
-    // without one ptxas moves the wait up and the two run one after the other.
-    bool keep = params.q_blocks > 0;
+    // Without a vote: true, but not known to the compiler. The branch keeps the wait for P V behind the maxima, where P V is over.
+    bool keep = kMasked || params.q_blocks > 0;
     ++visited;
     if constexpr (kVotes) {
       keep = !skip_vote(tile_max);
@@ -350,26 +364,24 @@ struct Consumer {
         load_own_value(tile, at.value);
       }
     }
-    if (keep) softmax_step(tile_max, rescale);
-    if constexpr (kPending) await_due_pv<kOwnValues>(at);
-    if (keep || !kVotes) {
-      rescale_out(rescale);
-      pack_weights();
-    }
-    return keep || !kVotes;
+    float rescale[2];
+    if (keep) raise_max(tile_max, rescale);
+    if constexpr (kPending && !kMasked) await_due_pv<kVotes, kOwnValues>(at);  // over by now: it was issued before the maxima were taken
+    if (keep) softmax_step(rescale);
+    return keep;
   }
 
   // ---- a tile of the other group alone: hand its buffers on ----
   template <bool kVotes, bool kOwnValues>
   __device__ __forceinline__ void pass_tile(const Places<kOwnValues>& at, bool owes_value) {
     ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity);
-    release(smem.key_empty[at.key.stage]);
+    release<!kVotes>(smem.key_empty[at.key.stage]);
     if constexpr (kOwnValues) return;
     if constexpr (kVotes) {
-      if (owes_value) release(smem.value_empty[at.due.stage]);
+      if (owes_value) release<false>(smem.value_empty[at.due.stage]);
     } else {
       ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity);
-      release(smem.value_empty[at.value.stage]);
+      release<true>(smem.value_empty[at.value.stage]);
     }
   }
 
@@ -382,7 +394,7 @@ struct Consumer {
       ptx::mbarrier_wait(ptx::smem_address(&smem.query_full[group]), 0);
       if constexpr (kHoldQuery) load_query();
     }
-    if constexpr (kHoldQuery) release(smem.query_free);
+    if constexpr (kHoldQuery) release<!kVotes>(smem.query_free);
     if (take_turns && group == 1) ptx::barrier_arrive(kTurn + 0, kGroups * kWarpgroup);
 
     Places<kOwnValues> at;
@@ -395,16 +407,27 @@ struct Consumer {
     int position = 0;
     for (; position < begin; ++position, at.key.advance(), advance_value()) pass_tile<kVotes, kOwnValues>(at, owes_value);
     at.tile = stream.tile(begin);
-    for (; position < end; ++position, at.key = at.next_key, at.tile = at.next_tile, advance_value()) {
-      if (pending) {
-        pending = step<true, kVotes, kOwnValues>(at, stream.tiles, owes_value);
-      } else {
-        pending = step<false, kVotes, kOwnValues>(at, stream.tiles, owes_value);
+    const auto advance = [&] {
+      ++position;
+      at.key = at.next_key;
+      at.tile = at.next_tile;
+      advance_value();
+    };
+    if constexpr (kVotes) {
+      for (; position < end; advance()) {
+        if (pending) {
+          pending = step<true, kVotes, kOwnValues>(at, stream.tiles, owes_value);
+        } else {
+          pending = step<false, kVotes, kOwnValues>(at, stream.tiles, owes_value);
+        }
       }
+    } else if (position < end) {
+      pending = step<false, kVotes, kOwnValues>(at, stream.tiles, owes_value);
+      for (advance(); position < end; advance()) step<true, kVotes, kOwnValues>(at, stream.tiles, owes_value);
     }
     if (pending) {
       issue_due_pv<kOwnValues>(at);
-      await_due_pv<kOwnValues>(at);
+      await_due_pv<kVotes, kOwnValues>(at);
       pending = owes_value = false;
     }
     for (; position < stream.length; ++position, at.key.advance(), advance_value()) pass_tile<kVotes, kOwnValues>(at, owes_value);
@@ -432,7 +455,7 @@ struct Consumer {
         const float low = zero ? 0.f : out[4 * j + 2 * i] * inverse, high = zero ? 0.f : out[4 * j + 2 * i + 1] * inverse;
         *reinterpret_cast<uint32_t*>(staged + (local * kChunks + (j ^ (local & 7))) * 16 + (thread % 4) * 4) = ptx::pack<Element>(low, high);
       }
-      if (thread % 4 == 0 && row(i) < params.q_len) lse[row(i)] = zero ? -kInfinity : running_max[i] * unit * kLn2 + logf(sum);
+      if (thread % 4 == 0 && row(i) < params.q_len) lse[row(i)] = zero ? -kInfinity : exp_base[i] * kLn2 + logf(sum);
     }
     ptx::barrier_sync(kVote + group, kWarpgroup);
     Element* target = static_cast<Element*>(params.out) + batch * params.out_stride_batch + head * params.out_stride_head;

@@ -18,8 +18,17 @@ cudaError_t launch(const Params& params, bool masked, unsigned blocks, int devic
     if (error != cudaSuccess) return error;
     if (device < kMaxDevices) prepared[device][masked].store(true, std::memory_order_release);
   }
-  kernel<<<blocks, kThreads, bytes, stream>>>(params);
-  return cudaGetLastError();
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(params.cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks;
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, params);
 }
 
 template cudaError_t launch<ElementType::INSTANCE_TYPE, INSTANCE_HEAD_DIM>(const Params&, bool, unsigned, int, cudaStream_t);

@@ -4,14 +4,21 @@
 #include "plan.cuh"
 #include "ptx.cuh"
 
-// A 128-key tile of K or V, D / 64 panels; zeros past the end of the keys.
+// A 128-key tile of K or V, D / 64 panels; zeros past the end of the keys. `sharers` = 2: this CTA loads one half for both CTAs
+// of the cluster, which halves what the L2 has to deliver; the other half comes from the other CTA.
 template <typename Element, int kPanels>
-__device__ __forceinline__ void load_tile(Element (&target)[kPanels][kTileKeys][kPanel], const CUtensorMap* map, uint64_t& full, int tile, int kv_head, int batch) {
+__device__ __forceinline__ void load_tile(Element (&target)[kPanels][kTileKeys][kPanel], const CUtensorMap* map, uint64_t& full, int tile, int kv_head, int batch, int sharers = 1) {
   const uint32_t barrier = ptx::smem_address(&full);
   ptx::mbarrier_arrive_expect_bytes(barrier, sizeof(target));
-#pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel) {
-    ptx::tma_load(ptx::smem_address(target[panel]), map, barrier, panel * kPanel, tile * kTileKeys, kv_head, batch);
+  const auto copy = [&](int half, auto load, auto... mask) {
+    const int panel = half % kPanels, key = half / kPanels * copy_keys(kPanels);
+    load(ptx::smem_address(target[panel][key]), map, barrier, panel * kPanel, tile * kTileKeys + key, kv_head, batch, mask...);
+  };
+  if (sharers == 1) {
+    copy(0, ptx::tma_load);
+    copy(1, ptx::tma_load);
+  } else {
+    copy(ptx::cluster_rank(), ptx::tma_load_multicast, uint16_t{3});
   }
 }
 
@@ -19,7 +26,7 @@ __device__ __forceinline__ void load_tile(Element (&target)[kPanels][kTileKeys][
 
 // One thread: Q of both groups once, then K of every tile, and V where the groups share it.
 template <bool kMasked, typename Smem>
-__device__ __forceinline__ void produce(const Params& params, Smem& smem, const Stream& stream, int batch, int head, int row0, bool dense) {
+__device__ __forceinline__ void produce(const Params& params, Smem& smem, const Stream& stream, int batch, int head, int row0, bool dense, int sharers) {
   const int kv_head = head / params.heads_per_kv_head;
   for (int group = 0; group < kGroups && row0 + group * kGroupRows < params.q_len; ++group) {
     const uint32_t full = ptx::smem_address(&smem.query_full[group]);
@@ -36,14 +43,14 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem, const 
   for (int position = 0; position < stream.length + lag; ++position) {
     if (position < stream.length) {
       ptx::mbarrier_wait(ptx::smem_address(&smem.key_empty[key_at.stage]), key_at.parity ^ 1);
-      load_tile(smem.key[key_at.stage], &params.key_map, smem.key_full[key_at.stage], stream.tile(position), kv_head, batch);
+      load_tile(smem.key[key_at.stage], &params.key_map, smem.key_full[key_at.stage], stream.tile(position), kv_head, batch, sharers);
       key_at.advance();
     }
     if ((dense || kMasked) && position >= lag) {
       if (!kMasked && position == lag) ptx::mbarrier_wait(ptx::smem_address(&smem.query_free), 0);  // Q came through two of these buffers
       ptx::mbarrier_wait(ptx::smem_address(&smem.value_empty[value_at.stage]), value_at.parity ^ 1);
       if (kMasked) ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[value_at.stage]), value_at.parity ^ 1);  // nobody awaits a skipped V
-      load_tile(smem.value[value_at.stage], &params.value_map, smem.value_full[value_at.stage], stream.tile(position - lag), kv_head, batch);
+      load_tile(smem.value[value_at.stage], &params.value_map, smem.value_full[value_at.stage], stream.tile(position - lag), kv_head, batch, sharers);
       value_at.advance();
     }
   }
@@ -67,27 +74,30 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   const int row0 = (params.is_causal ? params.q_blocks - 1 - block : block) * kBlockRows;  // causal: the longest first
   const float lambda = clamp_threshold(params.threshold[batch * params.threshold_stride]);
   const bool dense = !kMasked && lambda == 0.f;
-  const Stream stream(params, row0);
+  // Without votes two neighbouring CTAs share what they load, if the launch paired them. The order then means nothing but rounding; ascending
+  // gives both the same.
+  const int sharers = dense ? params.cluster : 1;
+  const Stream stream(params, row0, params.own_first && !dense);
 
   if (threadIdx.x == 0) {
     for (int g = 0; g < kGroups; ++g) ptx::mbarrier_init(ptx::smem_address(&smem.query_full[g]), 1);
-    ptx::mbarrier_init(ptx::smem_address(&smem.query_free), kConsumerWarps);
+    ptx::mbarrier_init(ptx::smem_address(&smem.query_free), sharers * kConsumerWarps);
     for (int s = 0; s < Smem::kKeyStages; ++s) {
       ptx::mbarrier_init(ptx::smem_address(&smem.key_full[s]), 1);
-      ptx::mbarrier_init(ptx::smem_address(&smem.key_empty[s]), kConsumerWarps);
+      ptx::mbarrier_init(ptx::smem_address(&smem.key_empty[s]), sharers * kConsumerWarps);
     }
     for (int s = 0; s < Smem::kValueStages; ++s) {
       ptx::mbarrier_init(ptx::smem_address(&smem.value_full[s]), 1);
-      ptx::mbarrier_init(ptx::smem_address(&smem.value_empty[s]), kConsumerWarps);
+      ptx::mbarrier_init(ptx::smem_address(&smem.value_empty[s]), sharers * kConsumerWarps);
     }
     ptx::mbarrier_init_fence();
   }
-  __syncthreads();
+  ptx::cluster_sync();
 
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == 0) {
     ptx::registers_lower<kProducerRegisters>();
-    if (threadIdx.x == 0) produce<kMasked>(params, smem, stream, batch, head, row0, dense);
+    if (threadIdx.x == 0) produce<kMasked>(params, smem, stream, batch, head, row0, dense, sharers);
   } else {
     ptx::registers_raise<kConsumerRegisters>();
     const int group = warpgroup - 1;
@@ -101,4 +111,5 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
       consumer.template run<true>(stream);
     }
   }
+  if (sharers > 1) ptx::cluster_sync();  // until then the other CTA may arrive at barriers of this one
 }

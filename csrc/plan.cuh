@@ -16,6 +16,9 @@ constexpr int kConsumerWarps = 4 * kGroups;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512 of the SM's 65536
 
+// A tile of K or V comes in two copies of this many keys x 64 elements: two panels, or two halves of the only panel.
+__host__ __device__ constexpr int copy_keys(int panels) { return kTileKeys * panels / 2; }
+
 // Named barriers (0 is __syncthreads). Each consumer warpgroup has its own of each kind: id + group.
 enum NamedBarrier : int { kVote = 1, kTurn = 3, kDone = 5 };
 
@@ -74,6 +77,7 @@ struct Params {
   int q_len, kv_len;
   int q_blocks;                               // ceil(Sq / kBlockRows)
   int tiles;                                  // ceil(Skv / kTileKeys)
+  int cluster;                                // CTAs of a cluster: 1, or 2, which then are neighbours in one head (q_blocks is even)
   bool is_causal, own_first;
   float scale_log2;                           // scale * log2(e)
 };

@@ -23,6 +23,10 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t arriv
 __device__ __forceinline__ void mbarrier_arrive_expect_bytes(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+// The same on a barrier of any CTA of the cluster; `barrier` is an address of its window.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -35,6 +39,24 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   while (!mbarrier_try_wait(barrier, parity)) {
   }
+}
+
+// ---- clusters ----
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// `address_smem` of this CTA, as the same place in the CTA of that rank.
+__device__ __forceinline__ uint32_t map_to_rank(uint32_t address_smem, uint32_t rank) {
+  uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address_smem), "r"(rank));
+  return mapped;
+}
+// All threads of the cluster; those that have returned count as arrived.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // ---- named barriers ----
@@ -61,6 +83,13 @@ __device__ __forceinline__ void tma_load(uint32_t target_smem, const CUtensorMap
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(target_smem),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+// The same into the same place of every CTA in `mask`, each counting the bytes on its own barrier.
+__device__ __forceinline__ void tma_load_multicast(uint32_t target_smem, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3, uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(target_smem),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(mask)
       : "memory");
 }
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
@@ -98,13 +127,13 @@ __device__ __forceinline__ uint32_t pack(float low, float high);
 template <>
 __device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
   uint32_t y;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
   return y;
 }
 template <>
 __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
   uint32_t y;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
   return y;
 }
 
@@ -125,11 +154,11 @@ __device__ __forceinline__ void pin(float (&x)[kCount]) {
 
 // Shared-memory matrix descriptor for 128-byte swizzled panels of 64 two-byte elements a row: start address, the stride between
 // panels (`lead`, used where the panel dimension is the contiguous one) and between groups of 8 rows (1024 bytes).
-__device__ __forceinline__ uint64_t descriptor(uint32_t address_smem, uint32_t lead_bytes) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kStride8Rows = uint64_t{1024 >> 4} << 32;
-  return kSwizzle128 | kStride8Rows | (uint64_t{(lead_bytes >> 4) & 0x3FFF} << 16) | ((address_smem >> 4) & 0x3FFF);
+// This is the low word; the high word is the same for all: swizzle 1 << 30, stride 1024 >> 4. 32-bit sums keep the chain between two wgmma short.
+__device__ __forceinline__ uint32_t descriptor(uint32_t address_smem, uint32_t lead_bytes) {
+  return ((lead_bytes >> 4) << 16) | ((address_smem >> 4) & 0x3FFF);
 }
+#define PTX_DESCRIPTOR(NAME, LOW) ".reg .b64 " NAME "; mov.b64 " NAME ", {" LOW ", 0x40000040}; "
 
 #define PTX_F4(a, i) "+f"(a[i]), "+f"(a[i + 1]), "+f"(a[i + 2]), "+f"(a[i + 3])
 #define PTX_F16(a, i) PTX_F4(a, i), PTX_F4(a, i + 4), PTX_F4(a, i + 8), PTX_F4(a, i + 12)
@@ -145,13 +174,13 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address_smem, uint32_t l
 
 // scores[64 x 128] (+)= A[64 x 16] B[128 x 16]^T, both from shared memory, K-major.
 #define PTX_SCORES(TYPE)                                                                                                        \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE              \
-               " " PTX_REGISTERS_64 ", %64, %65, p, 1, 1, 0, 0; }"                                                             \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; " PTX_DESCRIPTOR("a", "%64") PTX_DESCRIPTOR("b", "%65")                  \
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " PTX_REGISTERS_64 ", a, b, p, 1, 1, 0, 0; }"    \
                : PTX_F64(scores)                                                                                                \
-               : "l"(a), "l"(b), "n"(kAccumulate))
-template <typename Element, int kAccumulate>
-__device__ __forceinline__ void wgmma_scores(float (&scores)[64], uint64_t a, uint64_t b) {
-  if constexpr (sizeof(Element) == 2 && std::is_same_v<Element, __half>) {
+               : "r"(a), "r"(b), "r"(static_cast<int>(accumulate)))
+template <typename Element>
+__device__ __forceinline__ void wgmma_scores(float (&scores)[64], uint32_t a, uint32_t b, bool accumulate) {
+  if constexpr (std::is_same_v<Element, __half>) {
     PTX_SCORES("f16");
   } else {
     PTX_SCORES("bf16");
@@ -160,12 +189,12 @@ __device__ __forceinline__ void wgmma_scores(float (&scores)[64], uint64_t a, ui
 
 // The same with A from registers.
 #define PTX_SCORES_RS(TYPE)                                                                                                     \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE              \
-               " " PTX_REGISTERS_64 ", {%64, %65, %66, %67}, %68, p, 1, 1, 0; }"                                               \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0; " PTX_DESCRIPTOR("b", "%68")                                             \
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " PTX_REGISTERS_64 ", {%64, %65, %66, %67}, b, p, 1, 1, 0; }" \
                : PTX_F64(scores)                                                                                                \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAccumulate))
-template <typename Element, int kAccumulate>
-__device__ __forceinline__ void wgmma_scores(float (&scores)[64], const uint32_t* a, uint64_t b) {
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(static_cast<int>(accumulate)))
+template <typename Element>
+__device__ __forceinline__ void wgmma_scores(float (&scores)[64], const uint32_t* a, uint32_t b, bool accumulate) {
   if constexpr (std::is_same_v<Element, __half>) {
     PTX_SCORES_RS("f16");
   } else {
@@ -175,17 +204,17 @@ __device__ __forceinline__ void wgmma_scores(float (&scores)[64], const uint32_t
 
 // out[64 x N] += P[64 x 16] V[16 x N], P from registers, V from shared memory with N contiguous.
 #define PTX_OUT_128(TYPE)                                                                                                      \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " PTX_REGISTERS_64                                \
-               ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"                                                                      \
+  asm volatile("{ " PTX_DESCRIPTOR("b", "%68") "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " PTX_REGISTERS_64                                \
+               ", {%64, %65, %66, %67}, b, 1, 1, 1, 1; }"                                                                      \
                : PTX_F64(out)                                                                                                   \
-               : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v))
+               : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "r"(v))
 #define PTX_OUT_64(TYPE)                                                                                                       \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " PTX_REGISTERS_32                                 \
-               ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                                                      \
+  asm volatile("{ " PTX_DESCRIPTOR("b", "%36") "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " PTX_REGISTERS_32                                 \
+               ", {%32, %33, %34, %35}, b, 1, 1, 1, 1; }"                                                                      \
                : PTX_F32(out)                                                                                                   \
-               : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v))
+               : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "r"(v))
 template <typename Element>
-__device__ __forceinline__ void wgmma_out(float (&out)[64], const uint32_t* p, uint64_t v) {
+__device__ __forceinline__ void wgmma_out(float (&out)[64], const uint32_t* p, uint32_t v) {
   if constexpr (std::is_same_v<Element, __half>) {
     PTX_OUT_128("f16");
   } else {
@@ -193,7 +222,7 @@ __device__ __forceinline__ void wgmma_out(float (&out)[64], const uint32_t* p, u
   }
 }
 template <typename Element>
-__device__ __forceinline__ void wgmma_out(float (&out)[32], const uint32_t* p, uint64_t v) {
+__device__ __forceinline__ void wgmma_out(float (&out)[32], const uint32_t* p, uint32_t v) {
   if constexpr (std::is_same_v<Element, __half>) {
     PTX_OUT_64("f16");
   } else {

@@ -91,6 +91,7 @@ SHAPES = [  # B, Hq, Hkv, Sq, Skv
     (1, 1, 1, 64, 4096),
     (1, 2, 1, 130, 1),
     (3, 1, 1, 65, 129),
+    (1, 2, 2, 2200, 300),  # an odd number of 128-row blocks: one CTA of a cluster has no rows
 ]
 
 
