@@ -107,11 +107,11 @@ def test_a_side_stream_keeps_its_order() -> None:
     query, key, value, threshold = inputs()
     with torch.cuda.stream(stream):  # whatever the first call loads
         torch.cuda._sleep(1)
-        attend(query, key * 0.5, value, threshold.fill_(THRESHOLD))
+        attend(query, key * 2, value, threshold.fill_(THRESHOLD))
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(500_000_000)  # 0.3 s: a kernel on any other stream would read the keys before they are written
-        key = key * 0.5
+        key = key * 2
         threshold.fill_(0.1)
         results = attend(query, key, value, threshold)
     assert not stream.query()
