@@ -8,8 +8,8 @@ import torch
 
 from skip_attn_compile import kernels
 from skip_attn_compile.config import Calibration, SkipConfig
+from skip_attn_compile.dataflow import same_size
 from skip_attn_compile.layers import LayerName
-from skip_attn_compile.masks import same_size
 from skip_attn_compile.sites import AttentionSite, Size
 
 # Every reason that this module gives, as users see it; implementations add theirs (kernels.Implementation.not_supported_reasons).

@@ -210,3 +210,18 @@ def test_two_models_of_one_class_share_a_compilation_and_each_has_its_own_rules(
         assert {site: counts.pop(f"{name}.{site}") for site in reference_counts} == reference_counts
         assert_within(outputs[name], reference, tolerance(reference, exact, torch.float32))
     assert not counts
+
+
+@pytest.mark.parametrize("name", ["Chroma", "LTX"])
+def test_masks_with_symbolic_sizes(name: str) -> None:
+    """Batch size, tokens and the mask's sizes are symbols: what the mask is made of is found all the same."""
+    (case,) = (case for case in MODELS if case.name == name)
+    model, inputs = case.build(), case.draw()
+    thresholds = dict.fromkeys(case.rewritten, THRESHOLD)
+    reference, counts = run_by_reference(model, inputs, thresholds)
+    exact, _ = run_by_reference(copy.deepcopy(model).double(), cast(inputs, torch.float64), thresholds)
+
+    be = skip_attn_compile.backend(SkipConfig(threshold=THRESHOLD, min_kv_len=0), inner="aot_eager", model=model)
+    out = run(torch.compile(model, backend=be, dynamic=True), inputs)
+    assert tiles(be.report()) == counts
+    assert_within(out, reference, tolerance(reference, exact, torch.float32))

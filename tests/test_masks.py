@@ -163,6 +163,8 @@ SERVED: dict[str, Build] = {
     "for every head by the batch": lambda m: chroma(m).repeat_interleave(HEADS, 0).view(-1, HEADS, m.shape[1], m.shape[1]),
     "of an and": lambda m: chroma(m & m.roll(1, 1)),
     "of a slice": lambda m: chroma(F.pad(m, (1, 0))[:, 1:]),
+    "of a batch in another order": lambda m: chroma(m[[1, 0]]),
+    "of a tile": lambda m: chroma(m[:, 128:384].repeat(1, 2)),
     "one for the batch": lambda m: chroma(m[:1]).squeeze(),
     "a key mask for every row": lambda m: m.view(-1, 1, 1, m.shape[1]).expand(-1, 1, m.shape[1], -1),
     "a key mask of heads": ltx,
@@ -172,6 +174,7 @@ SERVED: dict[str, Build] = {
     "a query mask for every key": lambda m: m[:, None, :, None].expand(-1, HEADS, -1, m.shape[1]),
     "queries and keys of their own": lambda m: m[:, None, None] & m.roll(64, 1)[:, None, :, None],
     "keys along the first dimension": lambda m: (m.transpose(0, 1) & True).transpose(0, 1)[:, None, None],
+    "one value": lambda m: m.any().expand(1, 1, 1, m.shape[1]),
 }
 
 
@@ -185,7 +188,7 @@ def test_a_mask_made_of_key_masks_is_served(how: str, symbolic: bool) -> None:
     assert (site.decision, site.visited, site.skipped) == ("sparse", *tiles[0])
     assert site.skipped > 0
     examples = [node.meta.get("example_value") for node in graph.graph.nodes]
-    built = [list(e.shape) for e in examples if isinstance(e, Tensor) and e.dim() == 4 and e.shape[2] == e.shape[3]]
+    built = [list(e.shape) for e in examples if isinstance(e, Tensor) and e.dim() == 4 and e.shape[2] == e.shape[3] != 1]
     assert not built, "nothing of [batch, heads, queries, keys] is left in the graph"
 
 
@@ -197,10 +200,27 @@ def test_threshold_zero_is_sdpa(how: str) -> None:
     torch.testing.assert_close(out, attend(SERVED[how])(X, VALID), **CLOSE)
 
 
+@torch.library.custom_op("test_masks::invert", mutates_args=("x",))
+def invert(x: Tensor) -> None:
+    x.logical_not_()
+
+
+def written(m: Tensor, write: Callable[[Tensor], object]) -> Tensor:
+    rows = m[:, None, None].repeat(1, 1, TOKENS, 1)
+    write(rows)
+    return rows.view(BATCH, 1, TOKENS, TOKENS)
+
+
 def written_through_a_view(m: Tensor) -> Tensor:
     rows = m[:, None, None].repeat(1, 1, TOKENS, 1)
     rows.transpose(2, 3)[..., :8, :] = True
     return rows.view(BATCH, 1, TOKENS, TOKENS)
+
+
+def written_by_an_index(m: Tensor) -> Tensor:
+    mask = chroma(m)
+    mask[..., 0] = True
+    return mask
 
 
 def written_after_it_was_copied(m: Tensor) -> Tensor:
@@ -210,18 +230,39 @@ def written_after_it_was_copied(m: Tensor) -> Tensor:
     return mask
 
 
+def written_before_it_is_viewed(m: Tensor) -> Tensor:
+    mask = minus_infinity(m)[:, None].repeat_interleave(HEADS, 0)
+    mask[1] = 0
+    return mask.view(BATCH, HEADS, 1, TOKENS)
+
+
+@torch.compiler.allow_in_graph
+def mul(a: Tensor, b: Tensor) -> Tensor:
+    return a | b
+
+
 STAY: dict[str, Build] = {
     "heads that differ": lambda m: torch.stack([m, m.flip(1)], 1)[:, :, None],
     "heads that differ, repeated for every row": lambda m: torch.stack([m, m.flip(1)], 1)[:, :, None].expand(-1, -1, TOKENS, -1),
     "batch and heads exchanged": lambda m: m[:, None].repeat(HEADS, 1, 1).view(BATCH, HEADS, 1, TOKENS),
+    "repeated along the keys": lambda m: m.repeat_interleave(HEADS, 1).view(BATCH, HEADS, 1, TOKENS),
     "repeated unequally": lambda m: m[:, None].repeat_interleave(torch.tensor([1, 3]), 0, output_size=4).view(BATCH, HEADS, 1, TOKENS),
     "rows that differ": lambda m: m[:, None, None].repeat(1, 1, TOKENS, 1).tril(),
     "a first key for rows without one": hunyuan_video_refiner,
     "written to through a view": written_through_a_view,
+    "written to before it is viewed": written_before_it_is_viewed,
+    "written to by an index": written_by_an_index,
+    "written to by out=": lambda m: written(m, lambda rows: torch.logical_not(rows, out=rows)),
+    "written to by inplace=": lambda m: written(minus_infinity(m), lambda rows: F.relu(rows, inplace=True)),
+    "written to by an operator": lambda m: written(m, torch.ops.test_masks.invert.default),
+    "written to by an operator's packet": lambda m: written(m, torch.ops.test_masks.invert),
     "made of what was written to since": written_after_it_was_copied,
+    "a function of the same name": lambda m: mul(m[:, None, None], m[:, None, :, None]),
     "an or": lambda m: m[:, None, None] | m[:, None, :, None],
     "a product and a third": lambda m: chroma(m) & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(),
     "a product of numbers, which are added": lambda m: chroma(m.to(X.dtype)),
+    "a product, as numbers": lambda m: chroma(m).to(X.dtype),
+    "two key masks and a query mask": lambda m: chroma(m) & m.roll(64, 1)[:, None, None],
     "a sum": lambda m: minus_infinity(m)[:, None, None] + minus_infinity(m)[:, None, :, None],
     "a number for every row": lambda m: minus_infinity(m)[:, None, :, None],
     "keys along the first dimension": lambda m: (m.transpose(0, 1) & True).transpose(0, 1)[:, None, None].repeat(1, 1, TOKENS, 1),
@@ -235,6 +276,27 @@ def test_what_only_looks_so_stays(how: str) -> None:
     assert torch.equal(out, attend(build)(X, VALID))
     assert OP not in targets(graph)
     assert (site.decision, site.reasons) == ("kept", (REASON.format(list(build(VALID).shape)),))
+
+
+def test_a_mask_cut_anew_is_followed_no_further() -> None:
+    def run(x: Tensor, m: Tensor) -> Tensor:
+        x = torch.cat(x.chunk(2, 2))
+        return F.scaled_dot_product_attention(x, x, x, m.reshape(2 * BATCH, 1, 1, TOKENS // 2).expand(-1, HEADS, -1, -1))
+
+    be, _ = recording_backend(skip_config())
+    out = torch.compile(run, backend=be)(X, VALID)
+    with reference_sdpa(0.3) as tiles:
+        torch.testing.assert_close(out, run(X, VALID), **CLOSE)
+    assert [(site.visited, site.skipped) for site in be.report().sites] == tiles
+
+
+def test_heads_repeated_along_the_queries_stay() -> None:
+    def run(x: Tensor, m: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x[:1, :, :2], x[:1], x[:1], m.repeat_interleave(HEADS, 0).view(1, HEADS, 2, TOKENS))
+
+    be, _ = recording_backend(skip_config())
+    assert torch.equal(torch.compile(run, backend=be)(X, VALID), run(X, VALID))
+    assert [site.decision for site in be.report().sites] == ["kept"]
 
 
 def test_blocks_share_their_masks_and_lambda() -> None:
