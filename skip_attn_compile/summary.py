@@ -16,8 +16,8 @@ KEPT_WHEN_COMPILED = "kept when it was compiled, by the config and for the layer
 
 IN_NO_GRAPH = (
     "such attention has not run, runs in eager Python (not compiled, or behind a graph break, which TORCH_LOGS=graph_breaks shows; where"
-    " sizes depend on data, capture_scalar_outputs and capture_dynamic_output_shape_ops of torch._dynamo.config may help), or does not call"
-    " scaled_dot_product_attention (linear attention, another attention backend of diffusers)"
+    " sizes depend on values, skip_attn_compile.capture(model) may help), or does not call scaled_dot_product_attention (linear"
+    " attention, another attention backend of diffusers)"
 )
 
 Counts = tuple[int, int, int]  # tiles visited, tiles skipped, calls clamped
