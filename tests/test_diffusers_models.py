@@ -97,21 +97,6 @@ def test_two_models_of_one_class_share_a_compilation_and_each_has_its_own_rules(
     assert not counts
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("name", ["Chroma", "LTX"])
-def test_masks_with_symbolic_sizes(name: str) -> None:
-    """Batch size, tokens and the mask's sizes are symbols: what the mask is made of is found all the same."""
-    (case,) = (case for case in MODELS if case.name == name)
-    model, inputs = case.build(), case.draw()
-    thresholds = dict.fromkeys(case.rewritten, THRESHOLD)
-    reference, counts = run_by_reference(model, inputs, thresholds)
-    exact, _ = run_by_reference(copy.deepcopy(model).double(), cast(inputs, torch.float64), thresholds)
-
-    be = skip_attn_compile.backend(SkipConfig(threshold=THRESHOLD, min_kv_len=0), inner="aot_eager", model=model)
-    out = run(torch.compile(model, backend=be, dynamic=True), inputs)
-    assert tiles(be.report()) == counts
-    assert_within(out, reference, tolerance(reference, exact, torch.float32))
-=======
 @pytest.mark.parametrize("name", ["ChromaTransformer2DModel", "LTXVideoTransformer3DModel"])
 def test_masks_with_symbolic_sizes(name: str) -> None:
     """Batch size, tokens and the mask's sizes are symbols: what the mask is made of is found all the same."""
@@ -122,4 +107,3 @@ def test_masks_with_symbolic_sizes(name: str) -> None:
     reference, counts, atol = run_by_reference(model, inputs, dict.fromkeys(tiles(be.report()), 0.3))
     assert tiles(be.report()) == counts
     assert_within(out, reference, atol)
->>>>>>> 5f698c6 (wip)
