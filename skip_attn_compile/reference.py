@@ -42,6 +42,7 @@ def reference_attention(
     tile_q: int = 64,
     tile_k: int = 128,
     out: Tensor | None = None,
+    trials: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention that leaves out the key tiles in which every row of a query group weighs less than `threshold` per key.
 
@@ -55,6 +56,8 @@ def reference_attention(
     scale: multiplies the scores; None is 1/sqrt(D).
     tile_order: "ascending", or "own_first": each group starts at the tile at its own place and wraps around (see `first_tile`).
     out: written if given (any strides), else allocated, contiguous.
+    trials: lambdas, float32 [n]; given, counts are int32 [B, Hq, 1 + n] instead: tiles visited, and how many of these each trial would
+        skip. A skipped tile never raises a maximum, so that does not depend on what `threshold` skips.
 
     Returns out [B, Hq, Sq, Dv] in query's dtype, lse float32 [B, Hq, Sq] (natural log of the kept exp-sum), and counts int32 [B, Hq, 2]
     (tiles visited, tiles of these skipped), summed over the groups of a head. A row without any key gives 0 and lse = -inf; a tile
@@ -74,14 +77,15 @@ def reference_attention(
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     out = query.new_empty(batch, heads, q_len, value_dim) if out is None else out
     lse = query.new_empty(batch, heads, q_len, dtype=torch.float32)
-    counts = torch.zeros(batch, heads, 2, dtype=torch.int32, device=query.device)
+    counts = torch.zeros(batch, heads, 2 if trials is None else 1 + len(trials), dtype=torch.int32, device=query.device)
     if q_len == 0 or kv_len == 0:
         return out.zero_(), lse.fill_(-math.inf), counts
 
     groups, tiles = -(-q_len // tile_q), -(-kv_len // tile_k)
     group_step = min(groups, max(1, SCORES_PER_CHUNK // (tile_q * tiles * tile_k)))
     head_step = max(1, SCORES_PER_CHUNK // (group_step * tile_q * tiles * tile_k)) if group_step == groups else 1
-    log_threshold = threshold.to(dtype).clamp(0, 1).log().expand(batch)  # NaN stays NaN: no score is below it, nothing is skipped
+    log_threshold = _log_lambda(threshold, dtype).expand(batch)
+    log_trials = None if trials is None else _log_lambda(trials, dtype)
     bias, masked = split_mask(attn_mask, (batch, heads, q_len, kv_len))
     row_valid = None if query_mask is None else query_mask.expand(batch, 1, q_len, 1)
     start = first_tile(tile_order, q_len, kv_len, tile_q, tile_k, query.device)
@@ -116,8 +120,10 @@ def reference_attention(
                     by_row[:, size:] = -math.inf
                     if row_valid is not None:
                         by_row[:, :size].masked_fill_(~row_valid[b, 0, rows], -math.inf)
-                    visited, skipped = decide_tiles(tile_max, start[g : g + group_step], log_threshold[b])
-                    counts[b, h] += torch.stack((visited.sum((1, 2)), skipped.sum((1, 2))), -1)
+                    visited, gap = tile_gaps(tile_max, start[g : g + group_step])
+                    skipped = visited & (gap < log_threshold[b])
+                    tallied = [skipped] if log_trials is None else [visited & (gap < trial) for trial in log_trials]
+                    counts[b, h] += torch.stack([x.sum((1, 2)) for x in (visited, *tallied)], -1)
 
                     row_max = tile_max.amax(-1)
                     exp_sum, weighted = softmax_pv(scores, row_max, values[h, : t * tile_k], visited & ~skipped)
@@ -128,29 +134,27 @@ def reference_attention(
     return out, lse, counts
 
 
-def decide_tiles(tile_max: Tensor, start: Tensor, log_threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tiles a group visits, and which of these it skips: two booleans [H, G, T].
+def tile_gaps(tile_max: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Which tiles a group visits, boolean [H, G, T], and how near each comes to being kept, [H, G, T] in nats.
 
         m_new[i] = max(m[i], tile_max[i])                            the running maximum after this tile
         visited  = any_i  tile_max[i] != -inf                        some score is not masked
-        skipped  = all_i  tile_max[i] - m_new[i] < ln(lambda)  or  tile_max[i] == -inf
+        gap      = max_i  tile_max[i] - m_new[i]                     over the rows that have a score there
+        skipped  = visited and gap < ln(lambda)
 
     tile_max [H, G, tile_q, T]: every row's largest score in each tile, nats; -inf for a row that has none there, or takes no part.
     start [G]: the tile each group begins with. The others follow in ascending order and wrap around; a start past the last of the T
     tiles, which happens if causal masking cut the rest off, leaves the ascending order.
 
-    The comparison is strict and ln(lambda) <= 0, so the tile holding a row's running maximum stays, and at lambda = 0 (ln = -inf) all
-    do. A NaN score stays NaN in both maxima (amax and cummax propagate it), NaN < x is false, and so the row objects from there on.
+    The comparison is strict and ln(lambda) <= 0, so the tile holding a row's running maximum, whose gap is 0, stays, and at lambda = 0
+    (ln = -inf) all do. A NaN score stays NaN in all three maxima, NaN < x is false, and so the row objects from there on.
     """
     tiles = tile_max.shape[-1]
     order = (start.where(start < tiles, 0)[:, None] + torch.arange(tiles, device=start.device)) % tiles  # [G, T]
     in_order = tile_max.gather(-1, order[None, :, None].expand_as(tile_max))
-    running_max = in_order.cummax(-1).values
-    agrees = (in_order - running_max < log_threshold) | (in_order == -math.inf)
+    gap_in_order = (in_order - in_order.cummax(-1).values).masked_fill_(in_order == -math.inf, -math.inf).amax(2)
     visited = (tile_max != -math.inf).any(2)
-    all_agree = torch.empty_like(visited)
-    all_agree.scatter_(-1, order.expand_as(visited), agrees.all(2))
-    return visited, visited & all_agree
+    return visited, torch.empty_like(gap_in_order).scatter_(-1, order.expand_as(visited), gap_in_order)
 
 
 def softmax_pv(scores: Tensor, row_max: Tensor, values: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,6 +177,11 @@ def softmax_pv(scores: Tensor, row_max: Tensor, values: Tensor, kept: Tensor) ->
     pv = torch.bmm(p, values.view(heads, tiles, tile_k, value_dim)[head, tile])
     weighted = p.new_zeros(heads * groups, tile_q, value_dim).index_add_(0, head * groups + group, pv)
     return exp_sum.view_as(row_max), weighted.view(*row_max.shape, value_dim)
+
+
+def _log_lambda(threshold: Tensor, dtype: torch.dtype) -> Tensor:
+    """ln(lambda), lambda clamped to [0, 1]; NaN stays NaN: no gap is below it, and nothing is skipped."""
+    return threshold.to(dtype).clamp(0, 1).log()
 
 
 def first_tile(tile_order: str, q_len: int, kv_len: int, tile_q: int, tile_k: int, device: torch.device) -> Tensor:
