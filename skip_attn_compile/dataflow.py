@@ -1,4 +1,4 @@
-"""What one call of a graph does to the values of its tensors: which it only moves, repeats or and-s, and which it may write to."""
+"""What one call of a graph does to the values of its tensors: which it only moves, repeats, and-s or casts, and which it may write to."""
 
 import operator
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _WRITE_NOTHING = {operator.and_, operator.or_}  # despite the underscore
 
 
 def made_of(node: Node) -> list[tuple[Node, Dims]]:
-    """The tensors that `node` moves, repeats or and-s, each with its dimension along every dimension of `node`.
+    """The tensors that `node` moves, repeats, and-s or casts (numbers to numbers), each with its dimension along every one of `node`'s.
 
     None of them where the call does something else, or where what it does cannot be proven. Adds no guard.
     """
@@ -30,7 +30,8 @@ def made_of(node: Node) -> list[tuple[Node, Dims]]:
     if not tensors or not _has_example(node):
         return []
     made, given = node.meta["example_value"], [n.meta["example_value"] for n in tensors]
-    if any((x.dtype, x.device) != (made.dtype, made.device) for x in given):
+    cast = _name(node) == "to" and made.is_floating_point() and given[0].is_floating_point()
+    if any(x.device != made.device or (x.dtype != made.dtype and not cast) for x in given):
         return []
     if _name(node) in _AND and made.dtype == torch.bool and len(given) == len(node.args):
         dims = [_broadcast(x.shape, made.shape) for x in given]

@@ -33,6 +33,7 @@ class Part:
 
     source: Node
     dims: Dims
+    dtype: torch.dtype  # the mask's; source may have another one, of the same kind
 
     @property
     def is_key_mask(self) -> bool:
@@ -41,7 +42,11 @@ class Part:
     @property
     def is_query_mask(self) -> bool:
         alike = self.dims[1] is None and self.dims[3] is None and not self.is_key_mask
-        return alike and _example(self.source).dtype == torch.bool
+        return alike and self.dtype == torch.bool
+
+    @property
+    def is_cast(self) -> bool:
+        return _example(self.source).dtype != self.dtype
 
     @property
     def in_order(self) -> bool:
@@ -65,9 +70,9 @@ class Part:
 
     @property
     def example(self) -> Tensor:
-        """What `source[index]` looks like, fake."""
+        """What `source[index]` in the mask's dtype looks like, fake."""
         source = _example(self.source)
-        return source if self.index is None else source[self.index]
+        return (source if self.index is None else source[self.index]).to(self.dtype)
 
 
 class MaskReader:
@@ -81,7 +86,7 @@ class MaskReader:
         """The key mask [B|1,1,1,Skv] and the boolean query mask [B|1,1,Sq,1] whose "and" is `mask`; (None, None) if there are none."""
         if _example(mask).dim() > 4:
             return None, None
-        whole = _part(mask, broadcast_dims(_example(mask).shape, 4))
+        whole = _part(mask, broadcast_dims(_example(mask).shape, 4), _example(mask).dtype)
         for parts in (self._parts(whole), {whole}):
             keys = [part for part in parts if part.is_key_mask]
             queries = [part for part in parts if part.is_query_mask]
@@ -93,10 +98,11 @@ class MaskReader:
         """The tensors whose "and" is `whole`, each as far up the graph as it can be followed."""
         inputs = made_of(whole.source)
         nodes = (whole.source, *whole.source.all_input_nodes, *(given for given, _ in inputs))
-        done = len(inputs) > 1 and (whole.is_key_mask or whole.is_query_mask)
-        if not inputs or done or any(map(self._changes_later, nodes)):
+        split = len(inputs) > 1 and (whole.is_key_mask or whole.is_query_mask)
+        rounded_twice = whole.is_cast and any(_example(given).dtype != _example(whole.source).dtype for given, _ in inputs)
+        if not inputs or split or rounded_twice or any(map(self._changes_later, nodes)):
             return {whole}
-        parts = (_part(given, tuple(None if d is None else of[d] for d in whole.dims)) for given, of in inputs)
+        parts = (_part(given, tuple(None if d is None else of[d] for d in whole.dims), whole.dtype) for given, of in inputs)
         return set().union(*map(self._parts, parts))
 
     def _changes_later(self, node: Node) -> bool:
@@ -104,9 +110,9 @@ class MaskReader:
         return self._last_write.get(_storage(node), -1) > self._position[node]
 
 
-def _part(source: Node, dims: Dims) -> Part:
+def _part(source: Node, dims: Dims, dtype: torch.dtype) -> Part:
     shape = _example(source).shape
-    return Part(source, tuple(None if d is None or is_one(shape[d]) else d for d in dims))
+    return Part(source, tuple(None if d is None or is_one(shape[d]) else d for d in dims), dtype)
 
 
 def _example(node: Node) -> Tensor:

@@ -147,13 +147,15 @@ def _with_current_arguments(graph: Graph, site: AttentionSite, replaced: dict[No
     def node_of(part: Part | None) -> Node | None:
         if part is None:
             return None
-        source = replaced.get(part.source, part.source)
-        if part.index is None:
-            return source
         if part not in masks:
+            node = replaced.get(part.source, part.source)
             with graph.inserting_before(site.node):
-                masks[part] = graph.call_function(operator.getitem, (source, part.index))
-            masks[part].meta["example_value"] = part.example
+                if part.index is not None:
+                    node = graph.call_function(operator.getitem, (node, part.index))
+                if part.is_cast:
+                    node = graph.call_method("to", (node, part.dtype))
+            node.meta.setdefault("example_value", part.example)
+            masks[part] = node
         return masks[part]
 
     arguments = {name: replaced.get(a, a) if isinstance(a, Node) else a for name, a in site.arguments.items()}

@@ -88,6 +88,27 @@ def leveled() -> Tensor:
     return x
 
 
+# Masks as diffusers' models make them of m [B, S], True where there is a token.
+
+
+def hunyuan_video_15(m: Tensor) -> Tensor:
+    """[B,1,S,S], as the processor of every block makes it."""
+    batch, size = m.shape
+    rows = m.bool().view(batch, 1, 1, size).repeat(1, 1, size, 1)
+    return (rows & rows.transpose(2, 3)).bool()
+
+
+def chroma(m: Tensor) -> Tensor:
+    """[B,1,S,S], as every block makes it; of floating-point numbers if m is."""
+    return m[:, None, None, :] * m[:, None, :, None]
+
+
+def ltx(m: Tensor) -> Tensor:
+    """[B,H,1,S], as Attention.prepare_attention_mask and the processors of LTX, PixArt, Sana ... make it."""
+    bias = ((1 - m.to(torch.float32)) * -10000.0).unsqueeze(1)
+    return bias.repeat_interleave(HEADS, dim=0, output_size=bias.shape[0] * HEADS).view(m.shape[0], HEADS, -1, m.shape[1])
+
+
 def skip_config(threshold: float | None = 0.3, **fields: object) -> SkipConfig:
     """Without the length limit, which is far above the lengths that the tests can afford."""
     return SkipConfig(threshold=threshold, **{"min_kv_len": 0, **fields})

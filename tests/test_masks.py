@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphs import graph_text, recording_backend, targets
-from models import HEADS, TOKENS, leveled, reference_sdpa, skip_config
+from models import HEADS, TOKENS, chroma, hunyuan_video_15, leveled, ltx, reference_sdpa, skip_config
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 OP = "skip_attn_compile.attention"
@@ -39,26 +39,10 @@ def compiled(build: Build, m: Tensor = VALID, x: Tensor = X, symbolic: bool = Fa
     return out, graph, site
 
 
-def hunyuan_video_15(m: Tensor) -> Tensor:
-    batch, size = m.shape
-    rows = m.bool().view(batch, 1, 1, size).repeat(1, 1, size, 1)
-    return (rows & rows.transpose(2, 3)).bool()
-
-
-def chroma(m: Tensor) -> Tensor:
-    return m[:, None, None, :] * m[:, None, :, None]
-
-
 def hunyuan_video_refiner(m: Tensor) -> Tensor:
     mask = hunyuan_video_15(m)
     mask[:, :, :, 0] = True
     return mask
-
-
-def ltx(m: Tensor) -> Tensor:
-    """As diffusers' Attention.prepare_attention_mask and its processors do."""
-    bias = ((1 - m.to(X.dtype)) * -10000.0).unsqueeze(1)
-    return bias.repeat_interleave(HEADS, dim=0, output_size=bias.shape[0] * HEADS).view(m.shape[0], HEADS, -1, m.shape[1])
 
 
 def minus_infinity(m: Tensor) -> Tensor:
@@ -132,7 +116,7 @@ attention_default = skip_attn_compile.attention(x, x, x, select_2, getitem_2, ge
             self.text(ltx),
             """\
 m: b8[2, 512]
-g_x: f32[2, 2, 512, 16]
+x: f32[2, 2, 512, 16]
 skip_attn_control: f32[1, 2]
 to: f32[2, 512] = to(m, torch.float32)
 sub: f32[2, 512] = sub(1, to)
@@ -151,7 +135,7 @@ add = add(unsqueeze, truediv)
 amax = amax(add, 1)
 ge = ge(amax, 1)
 select_2 = select(add, 0, 0)
-attention_default = skip_attn_compile.attention(g_x, g_x, g_x, select_2, getitem, None, False, None, 'ascending', 'auto')""",
+attention_default = skip_attn_compile.attention(x, x, x, select_2, getitem, None, False, None, 'ascending', 'auto')""",
         )
 
 
@@ -168,6 +152,7 @@ SERVED: dict[str, Build] = {
     "one for the batch": lambda m: chroma(m[:1]).squeeze(),
     "a key mask for every row": lambda m: m.view(-1, 1, 1, m.shape[1]).expand(-1, 1, m.shape[1], -1),
     "a key mask of heads": ltx,
+    "a key mask of heads, cast": lambda m: minus_infinity(m).double().view(-1, 1, 1, m.shape[1]).repeat(1, HEADS, 1, 1).to(X.dtype),
     "a key mask of heads, repeated in place": lambda m: minus_infinity(m)[:, None, None].repeat_interleave(HEADS, dim=1),
     "a key mask of heads and rows": lambda m: minus_infinity(m).reshape(-1, 1, 1, m.shape[1]).repeat(1, HEADS, m.shape[1], 1),
     "a query mask": lambda m: m[:, None, :, None],
@@ -223,9 +208,9 @@ def written_by_an_index(m: Tensor) -> Tensor:
     return mask
 
 
-def written_after_it_was_copied(m: Tensor) -> Tensor:
+def written_after_it_was_copied(m: Tensor, copy: Build) -> Tensor:
     m = m.clone()
-    mask = m[:, None, None].repeat(1, 1, TOKENS, 1)
+    mask = copy(m)
     m.logical_not_()
     return mask
 
@@ -256,7 +241,10 @@ STAY: dict[str, Build] = {
     "written to by inplace=": lambda m: written(minus_infinity(m), lambda rows: F.relu(rows, inplace=True)),
     "written to by an operator": lambda m: written(m, torch.ops.test_masks.invert.default),
     "written to by an operator's packet": lambda m: written(m, torch.ops.test_masks.invert),
-    "made of what was written to since": written_after_it_was_copied,
+    "made of what was written to since": lambda m: written_after_it_was_copied(m, lambda m: m[:, None, None].repeat(1, 1, TOKENS, 1)),
+    "made for heads of what was written to since": lambda m: written_after_it_was_copied(
+        m, lambda m: m.repeat_interleave(HEADS, 0).view(BATCH, HEADS, 1, TOKENS)
+    ),
     "a function of the same name": lambda m: mul(m[:, None, None], m[:, None, :, None]),
     "an or": lambda m: m[:, None, None] | m[:, None, :, None],
     "a product and a third": lambda m: chroma(m) & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(),
@@ -292,7 +280,7 @@ def test_a_mask_cut_anew_is_followed_no_further() -> None:
 
 def test_heads_repeated_along_the_queries_stay() -> None:
     def run(x: Tensor, m: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x[:1, :, :2], x[:1], x[:1], m.repeat_interleave(HEADS, 0).view(1, HEADS, 2, TOKENS))
+        return F.scaled_dot_product_attention(x[:1, :, :2], x[:1], x[:1], m[:, :1].repeat_interleave(HEADS, 0).view(1, HEADS, 2, 1))
 
     be, _ = recording_backend(skip_config())
     assert torch.equal(torch.compile(run, backend=be)(X, VALID), run(X, VALID))
@@ -356,3 +344,26 @@ def test_padding_rows_do_not_vote() -> None:
     product = compiled(chroma, valid, x)[2]
     keys_only = compiled(lambda m: m[:, None, None], valid, x)[2]
     assert product.skipped / product.visited > keys_only.skipped / keys_only.visited
+
+
+def test_a_cast_is_rounded_as_often_as_it_was() -> None:
+    """1 + 1/256 in bfloat16 is 1: what is added to the scores is the rounded value, not the one it was made of."""
+    bias = (1.0 + VALID / 256) * 3.0
+
+    def run(x: Tensor, bias: Tensor, *dtypes: torch.dtype) -> Tensor:
+        mask = bias[:, None, None].expand(-1, HEADS, -1, -1)
+        for dtype in dtypes:
+            mask = mask.to(dtype)
+        return F.scaled_dot_product_attention(x, x, x, mask)
+
+    for dtypes in ((torch.float64, torch.bfloat16, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float32)):
+        torch._dynamo.reset()
+        be, _ = recording_backend(skip_config(0.0))
+        x = X.double().to(dtypes[-1])
+        torch.testing.assert_close(torch.compile(run, backend=be)(x, bias, *dtypes), run(x, bias, *dtypes), rtol=1e-5, atol=1e-5)
+
+
+def test_keys_are_counted_after_the_cast() -> None:
+    """The lowest float64 is a number, and -inf in float32: then the key takes no part."""
+    text = graph_text(compiled(lambda m: minus_infinity(m).double()[:, None, None].repeat_interleave(HEADS, dim=1).to(X.dtype))[1])
+    assert 0 < text.index(" = to(") < text.index(" = gt(to")
