@@ -25,14 +25,14 @@ from diffusers_models import CASES, transformer_classes
 HEADER = ("model", "compiled", "calls", "sparse", "kept", "eager", "graphs", "breaks", "recompiles", "skipped", "result")
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inner", default="aot_eager", help="what compiles the graphs (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, with all reasons and notes")
     parser.add_argument("models", nargs="*", help="class names (default: all)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not options.json:
-        print("", *HEADER, "", sep=" | ")
+        print(f"| {' | '.join(HEADER)} |")
         print("|---" * len(HEADER) + "|")
     failed = False
     for result in results(options.inner, options.models):
@@ -57,9 +57,8 @@ def results(inner: str, models: list[str]) -> Iterator[dict[str, Any]]:
                     yield {**asdict(row), "faults": row.faults}
 
 
-def line(result: dict[str, Any]) -> str:
+def line(row: dict[str, Any]) -> str:
     """A row of the Markdown table."""
-    row = result
     if "calls" not in row:
         cells = [row["model"], row["way"], *[""] * 8, "; ".join(row["faults"])]
     else:

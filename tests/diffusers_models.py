@@ -697,7 +697,6 @@ CASES = [
             "encoder_attention_mask": padding_mask(20),
             "image_rotary_emb": _allegro_rope(rows),
         },
-        mask="encoder_attention_mask",
     ),
     Case(
         "LatteTransformer3DModel",
