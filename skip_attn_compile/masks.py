@@ -10,8 +10,8 @@ Models repeat a mask over keys for every head, or multiply it with its own trans
 Followed upwards, through what only moves or repeats values and through the boolean "and", each of these ends in m [B,S], along the keys,
 along the queries, or along both. The operator takes that as a key mask [B|1,1,1,Skv] and a query mask [B|1,1,Sq,1]: a row keeps the same
 keys, and one that had none gives 0. For such rows SDPA promises nothing: it gives 0 on the CPU and in the math and efficient kernels, and
-some finite number in cuDNN's, the default for a boolean mask in bfloat16 on an H200 (run: 2.13 on the CPU, 2.11 on both). Only rows that
-a model hides again by a mask can be such rows.
+some finite number in cuDNN's, the default for a boolean mask in bfloat16 on an H200 (run: 2.13 on the CPU, 2.11 on both). So a model has
+to hide such rows again, as those above do, or its result depends on the kernel.
 
 No mask, and left alone: a product of floating-point masks. It is added to the scores, where its 0 hides nothing (Chroma's pipeline makes
 one); and a query mask for a joint attention that has a key mask alone: its padding rows have results, which a model might use.
@@ -80,7 +80,8 @@ class MaskReader:
 
     def __init__(self, graph: Graph) -> None:
         self._position = {node: position for position, node in enumerate(graph.nodes)}
-        self._last_write = {_storage(n): position for node, position in self._position.items() for n in written_by(node)}
+        writes = ((_storage(n), position) for node, position in self._position.items() for n in written_by(node))
+        self._last_write = {storage: position for storage, position in writes if storage is not None}
 
     def key_and_query_mask(self, mask: Node) -> tuple[Part | None, Part | None]:
         """The key mask [B|1,1,1,Skv] and the boolean query mask [B|1,1,Sq,1] whose "and" is `mask`; (None, None) if there are none."""
@@ -107,7 +108,8 @@ class MaskReader:
 
     def _changes_later(self, node: Node) -> bool:
         """Is it written to after it was made, perhaps through a view? Then it need not be what it was made of, nor what was made of it."""
-        return self._last_write.get(_storage(node), -1) > self._position[node]
+        storage = _storage(node)
+        return storage is not None and self._last_write.get(storage, -1) > self._position[node]
 
 
 def _part(source: Node, dims: Dims, dtype: torch.dtype) -> Part:

@@ -363,6 +363,16 @@ def test_a_cast_is_rounded_as_often_as_it_was() -> None:
         torch.testing.assert_close(torch.compile(run, backend=be)(x, bias, *dtypes), run(x, bias, *dtypes), rtol=1e-5, atol=1e-5)
 
 
+def test_what_is_written_elsewhere_does_not_matter() -> None:
+    def build(m: Tensor) -> Tensor:
+        buffer = torch.zeros(m.shape[1])
+        buffer[0] = m.shape[1]
+        torch.ops.test_masks.invert(m[:1] | True)
+        return hunyuan_video_15(m)
+
+    assert compiled(build, symbolic=True)[2].decision == "sparse"
+
+
 def test_keys_are_counted_after_the_cast() -> None:
     """The lowest float64 is a number, and -inf in float32: then the key takes no part."""
     text = graph_text(compiled(lambda m: minus_infinity(m).double()[:, None, None].repeat_interleave(HEADS, dim=1).to(X.dtype))[1])
