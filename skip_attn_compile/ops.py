@@ -10,7 +10,7 @@ float32 [] or [B]; out [B,Hq,Sq,Dv] in query's dtype and dimension order, lse fl
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -171,18 +171,41 @@ def _attention(
         try:
             plan.run(query, key, value, threshold, attn_mask, query_mask, results, is_causal, scale, tile_order)
             return results
-        except ValueError:  # key, value or a mask is not what this implementation takes: another may, or the checks say what is wrong
+        except Exception:  # key, value or a mask is not what this implementation takes, or it failed: another may run, or we can say more
             pass
+    return _start(call, query, key, value, threshold, attn_mask, query_mask, is_causal, scale, tile_order, implementation)
+
+
+def _start(
+    call: tuple[Any, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    threshold: Tensor,
+    attn_mask: Tensor | None,
+    query_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    tile_order: str,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Check and run a call of a new kind. Under "auto" an implementation that cannot be started gives way to the next one."""
+    from skip_attn_compile import kernels
+
     check_inputs(query, key, value, threshold, attn_mask, query_mask)
-    chosen = _choose(query, key, value, attn_mask, query_mask is not None, is_causal, tile_order, implementation)
-    out, lse, counts = ((tuple(x.shape), x.stride(), x.dtype) for x in empty_results(query, value, torch.device("meta")))
-    plan = _Plan(chosen.run, out, lse, counts)
-    if chosen.checks_arguments:
+    layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in empty_results(query, value, torch.device("meta"))]
+    while True:
+        chosen, problem = _choose(query, key, value, attn_mask, query_mask is not None, is_causal, tile_order, implementation)
+        plan = _Plan(chosen.run, *layouts)
+        results = _allocate(plan, query.get_device())
+        run = partial(plan.run, query, key, value, threshold, attn_mask, query_mask, results, is_causal, scale, tile_order)
+        if kernels.start(chosen, problem, implementation, run):
+            break
+        _plans.pop(call, None)
+    if chosen.checks_arguments and call not in _plans:  # what runs the rule is not forgotten for an exception
         if len(_plans) >= _PLANS_KEPT:
             _plans.clear()
         _plans[call] = plan
-    results = _allocate(plan, device)
-    plan.run(query, key, value, threshold, attn_mask, query_mask, results, is_causal, scale, tile_order)
     return results
 
 
@@ -212,8 +235,8 @@ def _choose(
     is_causal: bool,
     tile_order: str,
     implementation: str,
-) -> "Implementation":
-    """What runs a call; ValueError where nothing can. Logs where a call falls back to the reference."""
+) -> "tuple[Implementation, Problem]":
+    """What runs a call, and which problem it is; ValueError where nothing can. Logs where a call falls back to the reference."""
     from skip_attn_compile import kernels
 
     problem = kernels.Problem.of(query, key, value, attn_mask, query_mask, is_causal, tile_order)
@@ -224,7 +247,7 @@ def _choose(
         raise ValueError(f"implementation {implementation!r} cannot run this attention: {'; '.join(chosen) or 'no such implementation'}")
     if chosen.name == "reference" and implementation == "auto" and problem.device_type != "cpu":
         _warn_slow(problem)
-    return chosen
+    return chosen, problem
 
 
 @lru_cache(maxsize=256)

@@ -8,6 +8,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # before anything imports triton, as Inductor does: its functions are made for one or the other
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 logging.getLogger("torch.__trace").propagate = False  # else pytest keeps every record, and with it every graph and model
 torch.set_num_threads(1)  # small tensors: more threads only get in each other's way
 

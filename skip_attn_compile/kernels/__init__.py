@@ -1,16 +1,19 @@
 """Which implementations exist, what each publishes about itself, and which one serves a problem.
 
-`choose` is pure: facts in, an implementation or the reasons why none serves out. Adding an implementation means adding one file
-beside this one and one line to `implementations`.
+`choose`: facts in, an implementation or the reasons why none serves out. Adding an implementation means adding one file beside this one
+and one line to `implementations`.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 Results = tuple[Tensor, Tensor, Tensor]
 RunAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Results, bool, float, str], None]
@@ -64,6 +67,9 @@ class Implementation:
     head_dims: tuple[int, ...] | None  # None: any, value_dim too; else head_dim == value_dim, one of these
     masks: tuple[str, ...]
     run: RunAttention
+    capability: str = "any"  # CUDA compute capabilities, for users; `unavailable` decides
+    max_head_dim: int | None = None  # of head_dim and value_dim
+    load: Callable[[], object] = lambda: None  # builds or imports what `run` needs, may take minutes; called before the first run
     unavailable: Callable[[Problem], str | None] = lambda _: None  # why it cannot run on this machine (hardware, library), or None
     needs_alignment: bool = False
     # Does `run` raise ValueError, before it reads anything, where key, value, threshold or masks (all on query's device) do not fit? Then
@@ -83,21 +89,29 @@ class Implementation:
         if self.head_dims is not None and (problem.head_dim not in self.head_dims or problem.value_dim != problem.head_dim):
             dims = f"{problem.head_dim} and {problem.value_dim}"
             reasons.append(f"{self.name} takes head_dim {_names(self.head_dims)}, alike for value, not {dims}")
+        if self.max_head_dim is not None and max(problem.head_dim, problem.value_dim) > self.max_head_dim:
+            reasons.append(f"{self.name} takes head_dim up to {self.max_head_dim}, not {problem.head_dim} and {problem.value_dim}")
         if problem.mask not in self.masks:
             reasons.append(f"{self.name} takes masks of kind {_names(self.masks)}, not {problem.mask}")
         if problem.tile_order not in self.tile_orders:
             reasons.append(f"{self.name} takes tile_order {_names(self.tile_orders)}, not {problem.tile_order}")
         if self.needs_alignment and not problem.aligned:
             reasons.append(f"{self.name} needs a unit last stride and all other strides and offsets in multiples of 16 bytes")
+        if (failure := _failures.get((self.name, problem)) or _failures.get((self.name, None))) is not None:
+            reasons.append(f"{self.name} failed before: {failure}")
         return reasons
+
+    def __str__(self) -> str:
+        orders = " or ".join(self.tile_orders)
+        return f"{self.name} (compute capability {self.capability}, tiles of {self.tile_q} rows and {self.tile_k} keys, {orders})"
 
 
 @cache
 def implementations() -> tuple[Implementation, ...]:
     """All implementations, the preferred ones first. Imported late: importing this package loads no kernel."""
-    from skip_attn_compile.kernels import reference, sm90
+    from skip_attn_compile.kernels import reference, sm90, triton
 
-    return (sm90.IMPLEMENTATION, reference.IMPLEMENTATION)
+    return (sm90.IMPLEMENTATION, triton.IMPLEMENTATION, reference.IMPLEMENTATION)
 
 
 def choose(problem: Problem, name: str = "auto", *, explicit_call: bool = False) -> Implementation | list[str]:
@@ -115,9 +129,45 @@ def choose(problem: Problem, name: str = "auto", *, explicit_call: bool = False)
             continue
         found = implementation.not_supported_reasons(problem)
         if not found:
+            if name == "auto":
+                _log_choice(implementation, problem)
             return implementation
         reasons += found
     return reasons
+
+
+@lru_cache(maxsize=256)
+def _log_choice(implementation: Implementation, problem: Problem) -> None:
+    """Once for each kind of problem."""
+    log.info("attention runs on %s: %s", implementation, problem)
+
+
+# What went wrong where an implementation was started, by its name and the problem; None: with every problem. Filled by `start` alone.
+_failures: dict[tuple[str, Problem | None], str] = {}
+
+
+def start(implementation: Implementation, problem: Problem, name: str, run: Callable[[], None]) -> bool:
+    """Load an implementation and run it, for the first time on this kind of problem.
+
+    name: how it was asked for. Under "auto" a failure is remembered, so that `choose` takes the next one, and warned about once; the
+    result is then False. Asked for by its name, it raises RuntimeError with the cause. ValueError (arguments that do not fit) and lack
+    of memory are no failures of the implementation, and always raise.
+    """
+    failing: Problem | None = None
+    try:
+        implementation.load()
+        failing = problem
+        run()
+    except (ValueError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        if name != "auto" or implementation.name == "reference":
+            raise RuntimeError(f"implementation {implementation.name!r} could not be started: {cause}") from error
+        _failures[implementation.name, failing] = cause
+        log.warning("implementation %r could not be started, attention runs on the next one: %s", implementation.name, cause)
+        return False
+    return True
 
 
 def mask_kind(mask: Tensor | None) -> str:

@@ -1,0 +1,152 @@
+"""Skip-softmax attention on every GPU that Triton compiles for. `triton_kernel.py` beside this is the kernel; here it is launched."""
+
+from contextlib import nullcontext
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from skip_attn_compile.kernels import Implementation, Problem, Results, cuda_capability, mask_kind
+from skip_attn_compile.ops import check_inputs
+
+TILE_Q, TILE_K = 64, 128
+MAX_HEAD_DIM = 256  # a tile of keys and one of values must fit into shared memory
+
+
+LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))  # 163 KB or more a program; all others are taken to have 99 KB
+
+
+class Config(NamedTuple):
+    """How the kernel is compiled for one kind of problem. Chosen from tables: timing candidates at run time would wait for the device."""
+
+    block_q: int  # query rows of a program, one or two groups of TILE_Q
+    num_warps: int
+    num_stages: int  # key tiles in flight
+    chunk: int  # dimensions of a row that are in shared memory at a time, a power of 2
+
+
+def config(capability: tuple[int, int] | None, element_size: int, dim: int, vote: bool) -> Config:
+    """dim: the larger of head_dim and value_dim; vote: as in the kernel."""
+    if element_size == 4:  # products on the ordinary cores, whose operands need many registers
+        return Config(64, 8, 1, 32)
+    if capability not in LARGE_SHARED_MEMORY:
+        return Config(64, 4, 2 if vote and dim <= 128 else 1, 128)
+    if dim > 128:
+        return Config(64, 8, 1, 256)
+    if vote:
+        return Config(64, 4, 2, 128)
+    return Config(128, 8, 2, 128)
+
+
+@cache
+def _kernel() -> Any:  # a triton.JITFunction
+    from skip_attn_compile.kernels import triton_kernel
+
+    return triton_kernel.attention_kernel
+
+
+def run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    threshold: Tensor,
+    attn_mask: Tensor | None,
+    query_mask: Tensor | None,
+    results: Results,
+    is_causal: bool,
+    scale: float,
+    tile_order: str,
+) -> None:
+    """Shapes as in `ops.py`, checked here; asynchronous, on the current stream of query's device.
+
+    Calls without a mask launch two kernels, each of which returns at once in the batch items that are the other's: one votes, one knows
+    that lambda is 0 and loads V ahead.
+    """
+    check_inputs(query, key, value, threshold, attn_mask, query_mask)
+    if mask_kind(attn_mask) == "general" or max(query.shape[3], value.shape[3]) > MAX_HEAD_DIM:
+        raise ValueError(f"attn_mask must be a key mask and head_dim at most {MAX_HEAD_DIM}")
+    out, lse, counts = results
+    batch, heads, rows, head_dim = query.shape
+    kv_heads, keys, value_dim = value.shape[1:]
+    padded = [max(16, 1 << (dim - 1).bit_length()) for dim in (head_dim, value_dim)]
+    counts.zero_()
+    if out.numel() == 0:
+        return
+    mask = "none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "add"
+    key_mask = query if attn_mask is None else attn_mask.expand(batch, 1, 1, keys)
+    row_mask = query if query_mask is None else query_mask.expand(batch, 1, rows, 1)
+    masked = attn_mask is not None or query_mask is not None or is_causal
+    capability = cuda_capability(query.device.index) if query.is_cuda else None
+    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
+        for vote, which in ((True, "all"),) if masked else ((True, "sparse"), (False, "dense")):
+            block_q, num_warps, num_stages, chunk = config(capability, query.element_size(), max(head_dim, value_dim), vote)
+            block_d, block_dv = (min(dim, chunk) for dim in padded)
+            _kernel()[(batch * heads * -(-rows // block_q), -(-value_dim // block_dv))](
+                query,
+                key,
+                value,
+                threshold,
+                key_mask,
+                row_mask,
+                out,
+                lse,
+                counts,
+                query.stride(),
+                key.stride(),
+                value.stride(),
+                out.stride(),
+                threshold.stride(0) if threshold.dim() else 0,
+                (key_mask.stride(0), key_mask.stride(3)),
+                (row_mask.stride(0), row_mask.stride(2)),
+                heads,
+                kv_heads,
+                rows,
+                keys,
+                head_dim,
+                value_dim,
+                scale,
+                VOTE=vote,
+                WHICH=which,
+                MASK=mask,
+                QUERY_MASK=query_mask is not None,
+                CAUSAL=is_causal,
+                OWN_FIRST=tile_order == "own_first",
+                SCALE_FIRST=mask == "add" or scale <= 0,
+                CHECK_KEYS=keys % TILE_K != 0,
+                BLOCK_Q=block_q,
+                BLOCK_D=block_d,
+                CHUNKS_D=-(-head_dim // block_d),
+                BLOCK_DV=block_dv,
+                CHECK_D=head_dim % block_d != 0,
+                CHECK_DV=value_dim % block_dv != 0,
+                PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+                num_warps=num_warps,
+                num_stages=num_stages,
+            )
+
+
+def unavailable(problem: Problem) -> str | None:
+    """Why the kernel cannot run on this machine, or None."""
+    if problem.capability is not None and problem.capability < (8, 0):
+        return f"it needs compute capability 8.0 or newer, this device has {'.'.join(map(str, problem.capability))}"
+    return "the package triton is not installed; pip install triton" if find_spec("triton") is None else None
+
+
+IMPLEMENTATION = Implementation(
+    name="triton",
+    device_types=("cuda",),
+    tile_q=TILE_Q,
+    tile_k=TILE_K,
+    tile_orders=("ascending", "own_first"),
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    head_dims=None,
+    masks=("none", "key"),
+    run=run,
+    capability="8.0 or newer",
+    max_head_dim=MAX_HEAD_DIM,
+    load=_kernel,
+    unavailable=unavailable,
+    checks_arguments=True,
+)

@@ -1,0 +1,207 @@
+"""Skip-softmax attention in Triton. Imported at the first use, since it imports triton; `triton.py` beside it launches it.
+
+One program takes one block of query rows of one head, which is one or two groups of 64 rows, over its key tiles in visiting order. Where
+a tile of V is too large for shared memory, it takes a chunk of V's dimensions; the programs of the others decide alike.
+"""
+
+# What Triton compiles has no types, and an `if` that it decides is not always one that it can merge with another.
+# ruff: noqa: ANN001, ANN201, E741, SIM102
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+GROUP: tl.constexpr = tl.constexpr(64)  # query rows that vote together
+TILE_K: tl.constexpr = tl.constexpr(128)  # keys that are skipped together
+NONE: tl.constexpr = tl.constexpr(float("-inf"))  # the score of a masked key
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def max_or_nan(a, b):
+    """The larger, NaN where one is NaN: a NaN score is not lost in the maximum."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def load_tile(
+    start, stride, first, length, width, ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr
+):
+    """Rows `first`, `first` + 1, ... of a matrix [length, width] as [ROWS, COLS], 0 past its end. stride: of (B, H, S, D)."""
+    row, col = tl.arange(0, ROWS), tl.arange(0, COLS)
+    pointers = start + first.to(tl.int64) * stride[2] + row[:, None] * stride[2] + col[None, :] * stride[3]
+    if CHECK_ROWS and CHECK_COLS:
+        return tl.load(pointers, mask=(first + row < length)[:, None] & (col < width)[None, :], other=0.0)
+    if CHECK_ROWS:
+        return tl.load(pointers, mask=(first + row < length)[:, None], other=0.0)
+    if CHECK_COLS:
+        return tl.load(pointers, mask=(col < width)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def softmax_pv(s, m, m_new, l, acc, v, unit, kept, SOME_ROWS: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of the online softmax: (l, acc) after scores s and their values v. SOME_ROWS: only rows that are `kept` change."""
+    shift = tl.where(m_new == NONE, 0.0, m_new * unit)
+    p = tl.exp2(s * unit - shift[:, None])
+    alpha = tl.exp2(m * unit - shift)
+    if SOME_ROWS:  # not a weight of 0: v may be NaN
+        pv = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        return tl.where(kept, l * alpha + tl.sum(p, 1), l), tl.where(kept[:, None], acc * alpha[:, None] + pv, acc)
+    return l * alpha + tl.sum(p, 1), tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+
+
+@triton.jit
+def attention_kernel(
+    query,  # [B, Hq, Sq, D]
+    key,  # [B, Hkv, Skv, D]
+    value,  # [B, Hkv, Skv, Dv]
+    threshold,  # lambda, float32, by batch item
+    attn_mask,  # [B, Skv] int8 (0 masks) or floating point (added, -inf masks); unused where MASK is "none"
+    query_mask,  # [B, Sq] int8; unused where not QUERY_MASK
+    out,  # [B, Hq, Sq, Dv]
+    lse,  # float32 [B, Hq, Sq], contiguous
+    counts,  # int32 [B, Hq, 2], contiguous, zero before the first launch
+    query_stride,
+    key_stride,
+    value_stride,
+    out_stride,
+    threshold_stride,
+    attn_mask_stride,
+    query_mask_stride,
+    heads,
+    kv_heads,
+    q_len,
+    kv_len,
+    head_dim,
+    value_dim,
+    scale,
+    VOTE: tl.constexpr,  # False: nothing is skipped, for calls without any mask
+    WHICH: tl.constexpr,  # "all" batch items, or only the "sparse" ones (lambda > 0), or only the "dense" ones
+    MASK: tl.constexpr,  # "none" | "bool" | "add"
+    QUERY_MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    OWN_FIRST: tl.constexpr,
+    SCALE_FIRST: tl.constexpr,  # scores are scaled before they are compared; else (scale > 0) afterwards, which spares a multiplication
+    CHECK_KEYS: tl.constexpr,  # kv_len is no multiple of TILE_K
+    BLOCK_Q: tl.constexpr,  # one or two GROUPs
+    BLOCK_D: tl.constexpr,  # dimensions of K that are loaded at a time, a power of 2
+    CHUNKS_D: tl.constexpr,  # and how often
+    BLOCK_DV: tl.constexpr,  # dimensions of V that a program takes
+    CHECK_D: tl.constexpr,  # head_dim is no multiple of BLOCK_D
+    CHECK_DV: tl.constexpr,
+    PRECISION: tl.constexpr,  # of float32 products
+):
+    blocks = tl.cdiv(q_len, BLOCK_Q)
+    block = tl.program_id(0) % blocks
+    head = (tl.program_id(0) // blocks % heads).to(tl.int64)
+    item = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    kv_head = head // (heads // kv_heads)
+    dim0 = tl.program_id(1) * BLOCK_DV
+    value_dim -= dim0
+
+    lam = tl.load(threshold + item * threshold_stride)
+    lam = tl.where(lam > 0, tl.minimum(lam, 1.0), 0.0)  # NaN acts as 0
+    if WHICH == "sparse":
+        if lam == 0:
+            return
+    if WHICH == "dense":
+        if lam > 0:
+            return
+    log2_lambda = tl.log2(lam)
+    # m is in units of the scores as they are compared: `unit` takes them to log2.
+    unit = LOG2E if SCALE_FIRST else scale * LOG2E
+
+    row0 = block * BLOCK_Q
+    row = row0 + tl.arange(0, BLOCK_Q)
+    votes_of_row = row < q_len
+    if QUERY_MASK:
+        pointers = query_mask + item * query_mask_stride[0] + row.to(tl.int64) * query_mask_stride[1]
+        votes_of_row = tl.load(pointers, mask=votes_of_row, other=0) != 0
+    query += item * query_stride[0] + head * query_stride[1]
+    key += item * key_stride[0] + kv_head * key_stride[1]
+    value += item * value_stride[0] + kv_head * value_stride[1] + dim0 * value_stride[3]
+    if CHUNKS_D == 1:
+        q = load_tile(query, query_stride, row0, q_len, head_dim, BLOCK_Q, BLOCK_D, True, CHECK_D)
+    if MASK != "none":
+        attn_mask += item * attn_mask_stride[0]
+
+    tiles = tl.cdiv(kv_len, TILE_K)
+    first = 0
+    if OWN_FIRST:
+        middle = (2 * row0 + GROUP).to(tl.int64)
+        first = tl.minimum(middle * kv_len // (2 * q_len.to(tl.int64) * TILE_K), tiles - 1).to(tl.int32)
+    if CAUSAL:  # the tiles after these are masked for all rows
+        tiles = tl.minimum(tiles, tl.cdiv(tl.minimum(row0 + BLOCK_Q, q_len), TILE_K))
+        first = tl.where(first < tiles, first, 0)
+
+    m = tl.full([BLOCK_Q], NONE, tl.float32)
+    l = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+    visited = 0
+    skipped = 0
+    for step in range(first, first + tiles):
+        tile = tl.where(step < tiles, step, step - tiles)
+        col0 = tile * TILE_K
+        col = col0 + tl.arange(0, TILE_K)
+        if CHUNKS_D == 1:
+            k = load_tile(key, key_stride, col0, kv_len, head_dim, TILE_K, BLOCK_D, CHECK_KEYS, CHECK_D)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        else:
+            s = tl.zeros([BLOCK_Q, TILE_K], tl.float32)
+            for chunk in tl.static_range(CHUNKS_D):
+                d, width = chunk * BLOCK_D, head_dim - chunk * BLOCK_D
+                q = load_tile(query + d * query_stride[3], query_stride, row0, q_len, width, BLOCK_Q, BLOCK_D, True, CHECK_D)
+                k = load_tile(key + d * key_stride[3], key_stride, col0, kv_len, width, TILE_K, BLOCK_D, CHECK_KEYS, CHECK_D)
+                s = tl.dot(q, tl.trans(k), s, input_precision=PRECISION)
+        if SCALE_FIRST:
+            s *= scale
+        if MASK == "bool":
+            kept = tl.load(attn_mask + col.to(tl.int64) * attn_mask_stride[1], mask=col < kv_len, other=0)
+            s = tl.where((kept != 0)[None, :], s, NONE)
+        elif MASK == "add":
+            bias = tl.load(attn_mask + col.to(tl.int64) * attn_mask_stride[1], mask=col < kv_len, other=NONE).to(tl.float32)[None, :]
+            s = tl.where(bias == NONE, NONE, s + bias)
+        elif CHECK_KEYS:
+            s = tl.where((col < kv_len)[None, :], s, NONE)
+        if CAUSAL:
+            s = tl.where(col[None, :] <= row[:, None], s, NONE)
+        tile_max = tl.where(votes_of_row, tl.reduce(s, 1, max_or_nan), NONE)
+        m_new = max_or_nan(m, tile_max)
+
+        if VOTE:
+            has_key = tile_max != NONE
+            objects = has_key & ~((tile_max - m_new) * unit < log2_lambda)
+            # Sums over each group's rows, at most 64 and 8 bits apart: rows that have a key here, rows that object. One reduction for all.
+            group = tl.arange(0, BLOCK_Q) // GROUP
+            ballots = tl.sum(
+                (has_key.to(tl.int32) + (objects.to(tl.int32) << 8)) << (16 * group)
+            )  # no axis: Triton 3.7 needs it on Blackwell
+            for g in tl.static_range(BLOCK_Q // GROUP):
+                any_key, any_objects = (ballots >> (16 * g)) & 0x7F, (ballots >> (16 * g)) & 0x7F00
+                visited += (any_key != 0).to(tl.int32)
+                skipped += ((any_key != 0) & (any_objects == 0)).to(tl.int32)
+            if (ballots & 0x7F007F00) != 0:
+                v = load_tile(value, value_stride, col0, kv_len, value_dim, TILE_K, BLOCK_DV, CHECK_KEYS, CHECK_DV)
+                kept = ((ballots >> (16 * group)) & 0x7F00) != 0  # the row's group
+                l, acc = softmax_pv(s, m, m_new, l, acc, v, unit, kept, BLOCK_Q > GROUP, PRECISION)
+                m = m_new
+        else:
+            v = load_tile(value, value_stride, col0, kv_len, value_dim, TILE_K, BLOCK_DV, CHECK_KEYS, CHECK_DV)
+            l, acc = softmax_pv(s, m, m_new, l, acc, v, unit, votes_of_row, False, PRECISION)
+            m = m_new
+
+    no_key = m == NONE
+    result = tl.where(no_key[:, None], 0.0, acc / l[:, None])
+    dim = tl.arange(0, BLOCK_DV)
+    out += item * out_stride[0] + head * out_stride[1] + row0.to(tl.int64) * out_stride[2] + dim0 * out_stride[3]
+    pointers = out + tl.arange(0, BLOCK_Q)[:, None] * out_stride[2] + dim[None, :] * out_stride[3]
+    tl.store(pointers, result.to(out.dtype.element_ty), mask=(row < q_len)[:, None] & (dim < value_dim)[None, :])
+    if dim0 == 0:
+        of_head = item * heads + head
+        tl.store(lse + of_head * q_len + row, tl.where(no_key, NONE, (m * unit + tl.log2(l)) / LOG2E), mask=row < q_len)
+        if VOTE:
+            tl.atomic_add(counts + of_head * 2 + 1, skipped, sem="relaxed")
+        else:
+            visited = tiles * tl.cdiv(tl.minimum(BLOCK_Q, q_len - row0), GROUP)
+        tl.atomic_add(counts + of_head * 2, visited, sem="relaxed")

@@ -1,0 +1,325 @@
+"""The Triton kernel in Triton's interpreter, on the CPU: counts as the reference has them, values within rounding, nothing read in vain.
+
+`conftest.py` asks for the interpreter where there is no GPU; `gpu/test_triton.py` runs the compiled kernel. The last tests compile it for
+GPUs that are not here.
+"""
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cases import FEATURE_CASES, LENGTH_CASES, ORDERS, THRESHOLDS, Case, Inputs
+from checks import assert_within
+from skip_attn_compile import kernels, ops
+from skip_attn_compile.kernels import triton as implementation
+from skip_attn_compile.kernels.triton import Config
+from skip_attn_compile.reference import reference_attention
+
+interpreter = pytest.importorskip("triton.runtime.interpreter", reason="triton is not installed")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("these tests run in Triton's interpreter, where there is no GPU", allow_module_level=True)
+
+Results = tuple[Tensor, Tensor, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def interpreter_repairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The interpreter multiplies the bits of bfloat16 numbers, and reduces by a function of ours in Python, element by element."""
+    reduce, dot = interpreter.ReduceOps.apply_impl, interpreter.InterpreterBuilder.create_dot
+    max_or_nan = implementation._kernel().fn.__globals__["max_or_nan"]
+
+    def numpy_max(self, operands):
+        return self.min_max(operands[0], np.max) if self.combine_fn is max_or_nan else reduce(self, operands)
+
+    def widen(x):
+        bits = x.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), interpreter.tl.float32) if x.dtype.scalar.is_bf16() else x
+
+    monkeypatch.setattr(interpreter.ReduceOps, "apply_impl", numpy_max)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, widen(a), widen(b), *rest))
+    with np.errstate(all="ignore"):  # log2(0), exp2 of rows past the end
+        yield
+
+
+def attend(inputs: Inputs, *, is_causal: bool = False, scale: float = 0.25, tile_order: str = "ascending") -> Results:
+    """The kernel, with poisoned outputs: what it does not write stays NaN, or -7."""
+    out, lse, counts = results = ops.empty_results(inputs.query, inputs.value, inputs.query.device)
+    out.fill_(math.nan)
+    lse.fill_(math.nan)
+    counts.fill_(-7)
+    implementation.run(*inputs, results, is_causal, scale, tile_order)
+    return results
+
+
+def check(inputs: Inputs, **options: object) -> Tensor:
+    """Kernel and reference on the same call; returns the counts, summed: [visited, skipped]."""
+    options.setdefault("scale", 0.25)
+    out, lse, counts = attend(inputs, **options)  # type: ignore[arg-type]
+    wide = (x.float() for x in inputs[:3])
+    want_out, want_lse, want_counts = reference_attention(*wide, *inputs[3:], **options)  # type: ignore[arg-type]
+    assert torch.equal(counts, want_counts)
+    # Weights are rounded to the input's precision, and so is the result; the exponent, up to 100 here, to float32.
+    eps, eps32 = torch.finfo(out.dtype).eps, torch.finfo(torch.float32).eps
+    assert_within(out, want_out, float(inputs.value[inputs.value.isfinite()].abs().max()) * (eps + 100 * eps32))
+    assert_within(lse, want_lse, 100 * eps32)
+    return counts.sum((0, 1))
+
+
+def run_case(case: Case) -> Tensor:
+    return check(case.inputs(), is_causal=case.causal, scale=case.scale, tile_order=case.tile_order)
+
+
+def served(case: Case) -> bool:
+    return (case.tile_q, case.tile_k) == (64, 128) and case.dtype != torch.float64 and not case.mask.startswith("general")
+
+
+def small(case: Case) -> Case:
+    """One item and one key head where more would say nothing new: the interpreter takes milliseconds a tile."""
+    share = min(case.Hq // case.Hkv, 2)
+    batch = case.B if isinstance(case.threshold, tuple) or case.mask != "none" else 1
+    return dataclasses.replace(case, B=batch, Hq=share, Hkv=1, Sq=min(case.Sq, 65) if share > 1 else case.Sq)
+
+
+CASES = [
+    Case("gqa_4_to_2", B=1, Hq=4, Hkv=2, Sq=65, Skv=300),
+    *(small(case) for case in FEATURE_CASES if served(case)),
+    *(case for case in LENGTH_CASES if case.name in ("1x1", "64x64", "129x129", "1x1000", "65x1", "63x1000")),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases_match_the_reference(case: Case) -> None:
+    """Every case in one of the two orders; both orders where one order would say little."""
+    orders = ORDERS if case.name in ("causal_start_past_diagonal", "mask_key_add") else (ORDERS[len(case.name) % 2],)
+    for order in orders:
+        run_case(dataclasses.replace(case, tile_order=order))
+
+
+SMALL = Case("small", B=1, Hq=1, Hkv=1, Sq=129, Skv=520)
+
+
+@pytest.mark.parametrize("threshold", [*THRESHOLDS, math.nan, -1.0, math.inf])
+def test_thresholds(threshold: float) -> None:
+    visited, skipped = run_case(dataclasses.replace(SMALL, threshold=threshold, tile_order="own_first"))
+    assert 0 < skipped < visited if threshold > 1e-3 else skipped < 3 if threshold > 0 else skipped == 0
+
+
+@pytest.mark.parametrize("mask", ["none", "key_bool"])
+def test_threshold_zero_is_dense_attention(mask: str) -> None:
+    """Without a mask by a kernel that does not vote, with one by the kernel that does."""
+    inputs = dataclasses.replace(SMALL, B=2, mask=mask, threshold=(0.0, 0.5)).inputs()
+    out = attend(inputs)[0]
+    exact = F.scaled_dot_product_attention(*(x.double() for x in inputs[:3]), inputs.attn_mask, scale=0.25)
+    assert_within(out[0], exact[0], 1e-5)
+
+
+def steps(**fields: object) -> Inputs:
+    """One item, one head, 128 rows, 640 keys; the keys of the second to the fourth tile score low for all rows: skipped at 0.1."""
+    inputs = dataclasses.replace(SMALL, Sq=128, Skv=640, **fields).inputs()
+    inputs.query[..., :2] = 4
+    inputs.key[..., :2] = 6
+    inputs.key[:, :, 128:512, :2] = 0
+    return inputs
+
+
+def test_value_of_skipped_tiles_is_not_read() -> None:
+    inputs = steps()
+    inputs.value[:, :, 128:512] = math.nan
+    out, _, counts = attend(inputs)
+    assert out.isfinite().all()
+    assert counts.tolist() == [[[10, 6]]]
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.1])
+def test_masked_tiles_are_passed_over(threshold: float) -> None:
+    inputs = steps(threshold=threshold)._replace(attn_mask=(torch.arange(640) // 128 != 1).view(1, 1, 1, 640))
+    inputs.key[:, :, 128:256] = math.nan
+    inputs.value[:, :, 128:256] = math.nan
+    out, _, counts = attend(inputs)
+    assert out.isfinite().all()
+    assert counts.tolist() == [[[8, 4 if threshold else 0]]]
+
+
+@pytest.mark.parametrize("mask", ["none", "key_add"])
+def test_nan_in_a_query_stays_in_its_row_and_objects(mask: str) -> None:
+    inputs = steps()
+    inputs.query[0, 0, 100, 3] = math.nan
+    if mask != "none":
+        inputs = inputs._replace(attn_mask=torch.zeros(640).index_fill(0, torch.arange(0, 640, 3), -math.inf))
+    out, lse, counts = attend(inputs)
+    bad = torch.arange(128) == 100
+    assert torch.equal(out[0, 0].isnan().all(-1), bad)
+    assert torch.equal(out[0, 0].isnan().any(-1), bad)
+    assert torch.equal(lse[0, 0].isnan(), bad)
+    assert counts.tolist() == [[[10, 3]]]
+
+
+def test_nan_in_a_key_is_not_lost_in_the_maximum() -> None:
+    inputs = steps()
+    inputs.key[0, 0, 200, 3] = math.nan
+    out, lse, counts = attend(inputs)
+    assert out.isnan().all()
+    assert lse.isnan().all()
+    assert counts.tolist() == [[[10, 0]]]
+
+
+def test_the_interpreters_own_reduction_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the repairs above: numpy's max is what the kernel's function computes."""
+    inputs = dataclasses.replace(SMALL, Sq=2, Skv=129).inputs()
+    inputs.query[0, 0, 1, 3] = math.nan
+    quick = attend(inputs)
+    monkeypatch.undo()
+    for slow, want in zip(attend(inputs), quick, strict=True):
+        assert torch.equal(slow.nan_to_num(nan=5), want.nan_to_num(nan=5))
+
+
+def set_config(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
+    monkeypatch.setattr(implementation, "config", lambda *problem: config)
+
+
+@pytest.mark.parametrize("case", [Case("head_dim_40", B=1, D=40, Dv=72), Case("head_dim_48", B=1, D=48, Dv=32, mask="key_bool")], ids=str)
+def test_rows_in_chunks_of_dimensions(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_config(monkeypatch, Config(64, 4, 1, 16))
+    run_case(dataclasses.replace(case, Hq=1, Hkv=1, Sq=65, Skv=300, threshold=(0.1,)))
+    run_case(dataclasses.replace(case, Hq=1, Hkv=1, Sq=5, Skv=150, threshold=0.0))
+
+
+def test_dense_blocks_of_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_config(monkeypatch, Config(128, 8, 1, 128))
+    for rows in (64, 65, 129, 200):
+        run_case(dataclasses.replace(SMALL, Sq=rows, threshold=0.0))
+
+
+def test_any_strides() -> None:
+    inputs = dataclasses.replace(SMALL, B=2, Hq=2, Sq=9, Skv=200).inputs()
+    query, key, value = inputs[:3]
+    expanded = key[:1].expand(2, -1, -1, -1), value[:1].expand(2, -1, -1, -1)
+    check(inputs._replace(key=expanded[0], value=expanded[1]))
+    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value)]
+    check(Inputs(*transposed, *inputs[3:]))
+    channels_not_last = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (query, key, value)]
+    check(Inputs(*channels_not_last, *inputs[3:]))
+    check(inputs._replace(query=torch.cat((query, query), 3)[..., 1::2], key=torch.cat((key, key), 3)[..., 1::2]))
+
+
+def test_rows_and_keys_past_the_end_are_not_read() -> None:
+    inputs = dataclasses.replace(SMALL, Sq=65, Skv=200).inputs()
+    padded = [torch.full((1, 1, 400, 16), math.nan) for _ in range(3)]
+    for target, x in zip(padded, inputs[:3], strict=True):
+        target[:, :, : x.shape[2]] = x
+    check(Inputs(padded[0][:, :, :65], padded[1][:, :, :200], padded[2][:, :, :200], *inputs[3:]))
+
+
+@pytest.mark.parametrize("mask", ["batch", "one", "keys", "everything"])
+def test_forms_of_key_masks(mask: str) -> None:
+    inputs = dataclasses.replace(SMALL, B=2, Sq=65, Skv=300, query_mask=True).inputs()
+    keep = torch.rand(2, 1, 1, 300) < 0.5
+    form = {"batch": keep, "one": keep[:1], "keys": keep[0, 0, 0], "everything": keep[:, :, :, :1]}[mask]
+    check(inputs._replace(attn_mask=form))
+    check(inputs._replace(attn_mask=torch.where(form, 0.5, -math.inf).bfloat16(), query_mask=inputs.query_mask[:1]))
+
+
+@pytest.mark.parametrize("scale", [-0.25, 0.0, 1.0])
+def test_scales(scale: float) -> None:
+    check(SMALL.inputs(), scale=scale)
+
+
+def test_no_keys_and_no_rows() -> None:
+    inputs = SMALL.inputs()
+    out, lse, counts = attend(inputs._replace(key=inputs.key[:, :, :0], value=inputs.value[:, :, :0]))
+    assert out.eq(0).all()
+    assert lse.eq(-math.inf).all()
+    assert counts.eq(0).all()
+    assert attend(inputs._replace(query=inputs.query[:, :, :0]))[2].eq(0).all()
+
+
+def test_what_it_does_not_take_is_a_value_error() -> None:
+    inputs = SMALL.inputs()
+    with pytest.raises(ValueError, match="key mask"):
+        attend(inputs._replace(attn_mask=torch.ones(129, 520) > 0))
+    wide = torch.zeros(1, 1, 64, 264)
+    with pytest.raises(ValueError, match="head_dim at most 256"):
+        attend(Inputs(wide, wide, wide, torch.tensor(0.1), None, None))
+    with pytest.raises(ValueError, match="number of heads"):
+        attend(inputs._replace(value=inputs.value.expand(-1, 2, -1, -1)))
+
+
+@pytest.mark.parametrize("capability", [None, (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (13, 0)])
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_every_problem_has_a_configuration(capability: tuple[int, int] | None, element_size: int) -> None:
+    for dim in range(1, 257):
+        for vote in (True, False):
+            block_q, warps, _, chunk = implementation.config(capability, element_size, dim, vote)
+            assert block_q == 64 or (block_q == 128 and not vote)
+            assert warps in (4, 8)
+            assert chunk in (32, 64, 128, 256)
+
+
+def python(script: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+
+
+def test_the_package_imports_without_triton() -> None:
+    script = """
+import sys
+sys.modules["triton"] = None
+import torch, skip_attn_compile
+from skip_attn_compile import kernels
+problem = kernels.Problem("cuda", (8, 0), torch.bfloat16, 128, 128, "none", False, False, "ascending", True)
+print(kernels.choose(problem))
+print(kernels.implementations()[-1])
+"""
+    done = python(script)
+    assert "triton is unavailable: the package triton is not installed; pip install triton" in done.stdout, done.stderr
+
+
+COMPILE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from skip_attn_compile.kernels import triton as implementation
+
+class Driver:
+    get_current_target = lambda self: GPUTarget("cuda", capability, 32)
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device: 0
+
+class Compiler:
+    def __getitem__(self, grid):
+        return lambda *args, **options: compiled.append(kernel.warmup(*args, grid=grid, **options).metadata.shared)
+
+triton.runtime.driver.set_active(Driver())
+kernel, config = implementation._kernel(), implementation.config
+implementation._kernel = Compiler
+implementation.config = lambda _, *problem: config(divmod(capability, 10), *problem)
+for capability, head_dim, causal, limit in PROBLEMS:
+    compiled = []
+    kernel.device_caches.clear()
+    query = torch.empty(1, 1000, 8, head_dim, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    results = torch.empty_like(query), torch.empty(1, 8, 1000, device="meta"), torch.empty(1, 8, 2, dtype=torch.int32, device="meta")
+    implementation.run(query, query, query, torch.empty((), device="meta"), None, None, results, causal, 0.1, "own_first")
+    assert len(compiled) == 2 - causal
+    assert max(compiled) <= limit, (capability, head_dim, compiled)
+"""
+PROBLEMS = [(80, 128, False, 166912), (86, 256, True, 101376), (100, 128, True, 232448), (120, 64, True, 101376)]
+
+
+def test_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
+    """From source to machine code, within the GPU's shared memory in bytes. Nothing is run."""
+    done = python(f"PROBLEMS = {PROBLEMS}\n{COMPILE}", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_what_it_publishes() -> None:
+    published = implementation.IMPLEMENTATION
+    assert str(published) == "triton (compute capability 8.0 or newer, tiles of 64 rows and 128 keys, ascending or own_first)"
+    assert published in kernels.implementations()
