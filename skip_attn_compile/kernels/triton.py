@@ -21,7 +21,7 @@ LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))  # 163 KB or more a pro
 class Config(NamedTuple):
     """How the kernel is compiled for one kind of problem. Chosen from tables: timing candidates at run time would wait for the device."""
 
-    block_q: int  # query rows of a program, one or two groups of TILE_Q
+    block_q: int  # query rows of a program: TILE_Q, or a multiple of it where nothing votes
     num_warps: int
     num_stages: int  # key tiles in flight
     chunk: int  # dimensions of a row that are in shared memory at a time, a power of 2

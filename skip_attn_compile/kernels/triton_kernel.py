@@ -1,7 +1,8 @@
 """Skip-softmax attention in Triton. Imported at the first use, since it imports triton; `triton.py` beside it launches it.
 
-One program takes one block of query rows of one head, which is one or two groups of 64 rows, over its key tiles in visiting order. Where
-a tile of V is too large for shared memory, it takes a chunk of V's dimensions; the programs of the others decide alike.
+One program takes one block of query rows of one head over its key tiles in visiting order: one group of 64 rows, which votes; or, where
+nothing may be skipped, more. Where a tile of V is too large for shared memory, a program takes a chunk of V's dimensions; the programs of
+the other chunks decide alike.
 """
 
 # What Triton compiles has no types, and an `if` that it decides is not always one that it can merge with another.
@@ -40,14 +41,11 @@ def load_tile(
 
 
 @triton.jit
-def softmax_pv(s, m, m_new, l, acc, v, unit, kept, SOME_ROWS: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of the online softmax: (l, acc) after scores s and their values v. SOME_ROWS: only rows that are `kept` change."""
+def softmax_pv(s, m, m_new, l, acc, v, unit, PRECISION: tl.constexpr):
+    """One step of the online softmax: (l, acc) after scores s and their values v. m: the maximum before the step, m_new: after it."""
     shift = tl.where(m_new == NONE, 0.0, m_new * unit)
     p = tl.exp2(s * unit - shift[:, None])
     alpha = tl.exp2(m * unit - shift)
-    if SOME_ROWS:  # not a weight of 0: v may be NaN
-        pv = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        return tl.where(kept, l * alpha + tl.sum(p, 1), l), tl.where(kept[:, None], acc * alpha[:, None] + pv, acc)
     return l * alpha + tl.sum(p, 1), tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
 
@@ -84,7 +82,7 @@ def attention_kernel(
     OWN_FIRST: tl.constexpr,
     SCALE_FIRST: tl.constexpr,  # scores are scaled before they are compared; else (scale > 0) afterwards, which spares a multiplication
     CHECK_KEYS: tl.constexpr,  # kv_len is no multiple of TILE_K
-    BLOCK_Q: tl.constexpr,  # one or two GROUPs
+    BLOCK_Q: tl.constexpr,  # GROUP, or a multiple of it where not VOTE
     BLOCK_D: tl.constexpr,  # dimensions of K that are loaded at a time, a power of 2
     CHUNKS_D: tl.constexpr,  # and how often
     BLOCK_DV: tl.constexpr,  # dimensions of V that a program takes
@@ -170,25 +168,18 @@ def attention_kernel(
         m_new = max_or_nan(m, tile_max)
 
         if VOTE:
-            has_key = tile_max != NONE
-            objects = has_key & ~((tile_max - m_new) * unit < log2_lambda)
-            # Sums over each group's rows, at most 64 and 8 bits apart: rows that have a key here, rows that object. One reduction for all.
-            group = tl.arange(0, BLOCK_Q) // GROUP
-            ballots = tl.sum(
-                (has_key.to(tl.int32) + (objects.to(tl.int32) << 8)) << (16 * group)
-            )  # no axis: Triton 3.7 needs it on Blackwell
-            for g in tl.static_range(BLOCK_Q // GROUP):
-                any_key, any_objects = (ballots >> (16 * g)) & 0x7F, (ballots >> (16 * g)) & 0x7F00
-                visited += (any_key != 0).to(tl.int32)
-                skipped += ((any_key != 0) & (any_objects == 0)).to(tl.int32)
-            if (ballots & 0x7F007F00) != 0:
+            # 0: no row has a key here; 1: some have, and all agree to skip; 2: a row objects, by being near its maximum or NaN.
+            agrees = (tile_max - m_new) * unit < log2_lambda
+            verdict = tl.max(tl.where(tile_max == NONE, 0, tl.where(agrees, 1, 2)))  # with an axis Triton 3.7 fails on Blackwell
+            visited += (verdict > 0).to(tl.int32)
+            skipped += (verdict == 1).to(tl.int32)
+            if verdict == 2:
                 v = load_tile(value, value_stride, col0, kv_len, value_dim, TILE_K, BLOCK_DV, CHECK_KEYS, CHECK_DV)
-                kept = ((ballots >> (16 * group)) & 0x7F00) != 0  # the row's group
-                l, acc = softmax_pv(s, m, m_new, l, acc, v, unit, kept, BLOCK_Q > GROUP, PRECISION)
+                l, acc = softmax_pv(s, m, m_new, l, acc, v, unit, PRECISION)
                 m = m_new
         else:
             v = load_tile(value, value_stride, col0, kv_len, value_dim, TILE_K, BLOCK_DV, CHECK_KEYS, CHECK_DV)
-            l, acc = softmax_pv(s, m, m_new, l, acc, v, unit, votes_of_row, False, PRECISION)
+            l, acc = softmax_pv(s, m, m_new, l, acc, v, unit, PRECISION)
             m = m_new
 
     no_key = m == NONE
