@@ -97,13 +97,13 @@ def test_two_models_of_one_class_share_a_compilation_and_each_has_its_own_rules(
     assert not counts
 
 
-@pytest.mark.parametrize("name", ["ChromaTransformer2DModel", "LTXVideoTransformer3DModel"])
-def test_masks_with_symbolic_sizes(name: str) -> None:
+def test_masks_with_symbolic_sizes() -> None:
     """Batch size, tokens and the mask's sizes are symbols: what the mask is made of is found all the same."""
-    (case,) = (case for case in CASES if str(case) == name)
+    (case,) = (case for case in CASES if str(case) == "ChromaTransformer2DModel")
     model, inputs = case.build(), case.draw()
     be = skip_attn_compile.backend(SkipConfig(threshold=0.3, min_kv_len=0), inner="aot_eager", model=model)
     (out,) = run(torch.compile(model, backend=be, dynamic=True), inputs)
+    assert {site.decision for site in be.report().sites} == {"sparse"}
     reference, counts, atol = run_by_reference(model, inputs, dict.fromkeys(tiles(be.report()), 0.3))
     assert tiles(be.report()) == counts
     assert_within(out, reference, atol)
