@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from skip_attn_compile import SkipConfig, kernels, ops
 from skip_attn_compile.config import IMPLEMENTATIONS
@@ -52,6 +53,16 @@ def test_the_config_knows_every_implementation() -> None:
 )
 def test_auto_prefers_the_fastest_that_serves(change: dict, name: str) -> None:
     assert chosen(HOPPER._replace(**change)) == name
+
+
+def test_a_problem_is_read_off_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "cuda_capability", lambda index: (8, 0))
+    with FakeTensorMode():
+        query = torch.empty(1, 4, 2000, 256, device="cuda", dtype=torch.float16)
+        mask = torch.empty(1, 1, 1, 2000, device="cuda", dtype=torch.bool)
+        problem = Problem.of(query, query, query, mask, False, False, "ascending")
+    assert problem == Problem("cuda", (8, 0), torch.float16, 256, 256, "key", False, False, "ascending", True)
+    assert chosen(problem) == "triton"
 
 
 @pytest.mark.parametrize(

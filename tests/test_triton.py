@@ -20,10 +20,12 @@ from torch import Tensor
 
 from cases import FEATURE_CASES, LENGTH_CASES, ORDERS, THRESHOLDS, Case, Inputs
 from checks import assert_within
-from skip_attn_compile import kernels, ops
+from models import dit, skip_config, tokens
+from skip_attn_compile import backend, kernels, ops
 from skip_attn_compile.kernels import triton as implementation
 from skip_attn_compile.kernels.triton import Config
 from skip_attn_compile.reference import reference_attention
+from skip_attn_compile.report import SiteReport
 
 interpreter = pytest.importorskip("triton.runtime.interpreter", reason="triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -252,6 +254,23 @@ def test_what_it_does_not_take_is_a_value_error() -> None:
         attend(Inputs(wide, wide, wide, torch.tensor(0.1), None, None))
     with pytest.raises(ValueError, match="number of heads"):
         attend(inputs._replace(value=inputs.value.expand(-1, 2, -1, -1)))
+
+
+def test_serves_a_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole way, on the CPU: the graph calls the kernel, and the report has its counts and its name."""
+
+    def reported(name: str) -> list[SiteReport]:
+        be = backend(skip_config(implementation=name), inner=lambda graph, inputs: graph)
+        torch.manual_seed(0)
+        torch.compile(dit(1), backend=be)(tokens())
+        return be.report().sites
+
+    on_cpu = dataclasses.replace(implementation.IMPLEMENTATION, device_types=("cpu",))
+    want = reported("reference")
+    monkeypatch.setattr(kernels, "implementations", lambda: (on_cpu,))
+    (have,) = reported("triton")
+    assert have.skipped > 0
+    assert [dataclasses.replace(have, implementation="reference")] == want
 
 
 @pytest.mark.parametrize("capability", [None, (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (13, 0)])
