@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import nn
@@ -116,15 +116,21 @@ def _modules_in(values: Iterable[Any]) -> list[nn.Module]:
     return [unwrap(value) for value in values if isinstance(value, nn.Module)]
 
 
+def self_of(frame: FrameType) -> object:
+    """The local `self` of a running frame."""
+    values = frame.f_locals
+    found = values.get("self")
+    if isinstance(values, dict):
+        values.clear()  # before Python 3.13 it is a copy that the frame keeps: what the caller deletes would live on in it
+    return found
+
+
 def _running_modules() -> list[nn.Module]:
     running: dict[int, nn.Module] = {}
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",):
-            values = frame.f_locals
-            module = values.get("self")
-            if isinstance(values, dict):
-                values.clear()  # before Python 3.13 it is a copy that the frame keeps: what the caller deletes would live on in it
+            module = self_of(frame)
             if isinstance(module, nn.Module):
                 module = unwrap(module)
                 running[id(module)] = module

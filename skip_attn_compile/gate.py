@@ -14,10 +14,10 @@ from torch import nn
 from torch.fx import GraphModule
 
 from skip_attn_compile.calls import Call, Schedule, Watch, argument_position, innermost_call
-from skip_attn_compile.layers import Candidate, Frame, KnownModels, unwrap
+from skip_attn_compile.layers import Candidate, Frame, KnownModels, forward_codes, unwrap
 from skip_attn_compile.runs import StepLog
 from skip_attn_compile.settings import Settings
-from skip_attn_compile.timestep import Reading, TimestepSpec, current, spec_of
+from skip_attn_compile.timestep import Level, Reading, TimestepSpec, current, spec_of
 
 _EXPLICIT = "or wrap the call in `with skip_attn_compile.timestep(t):`"
 _NO_SOURCE = (
@@ -61,10 +61,9 @@ class Gate:
             watch.remove()
 
     def install_hooks(self) -> None:
-        """On the attached models; not while the gate is off: no model has a hook that nobody needs."""
-        if self.cutoff > 0:
-            for watch in list(self._watches.values()):
-                watch.install()
+        """On the attached models, and off them while the gate is off: no model has a hook that nobody needs."""
+        for watch in list(self._watches.values()):
+            watch.install() if self.cutoff > 0 else watch.remove()
 
     def dense(self, frames: Sequence[Frame], callers: Sequence[Candidate | None], arguments: Sequence[object]) -> bool | torch.Tensor:
         """Is a call of the graph that holds `frames` dense? A bool, or a 0-d bool tensor on the device that knows. For a cutoff > 0."""
@@ -73,6 +72,17 @@ class Gate:
         caller = next((c for c in callers if c is not None), None)
         self.log.add(frames[0].function if caller is None else caller.model.label, reading, dense)
         return dense
+
+    def running_level(self) -> Level | None:
+        """The noise level of the attached model's call that is running, by the sources above; None, without a warning, where unknown."""
+        if (explicit := current()) is not None:
+            return explicit.level
+        call = innermost_call(self)
+        if call is None or (call.watch.schedule is None and call.watch.spec is None):
+            return None
+        if call.reading is None:
+            call.reading = self._read(call)
+        return call.reading.level
 
     def find_input(self, gm: GraphModule, frame: Frame, models: KnownModels) -> tuple[str, int] | None:
         """(argument, position) of the graph input that tells the noise level, where the graph is a model's whole forward."""
@@ -84,7 +94,7 @@ class Gate:
         if (explicit := current()) is not None:
             return explicit
         call = innermost_call(self)
-        if call is not None and all(c is None or c.model.reference() is call.module for c in callers):
+        if call is not None and all(c is None or c.model.reference() is call.module() for c in callers):
             if call.reading is None:
                 call.reading = self._read(call)
             return call.reading
@@ -92,24 +102,25 @@ class Gate:
             model = caller.model.reference() if caller is not None else None
             spec = self._spec(model) if model is not None else None
             if model is not None and spec is not None and frame.timestep_input is not None and frame.timestep_input[0] == spec.argument:
-                return self._from_argument(model, spec, arguments[frame.timestep_input[1]])
-        return self._unknown(_NO_SOURCE, frames[0].function)
+                return self._from_argument(type(model).__name__, spec, arguments[frame.timestep_input[1]])
+        return self._unknown(_NO_SOURCE, frames[0].function.removeprefix("torch_dynamo_resume_in_").split("_at_")[0])
 
     def _read(self, call: Call) -> Reading:
         level = call.watch.schedule() if call.watch.schedule is not None else None
         if level is not None:
             return Reading(level, "the scheduler")
         if call.watch.spec is None:
-            return self._unknown(_NO_SPEC, type(call.module).__name__)
-        return self._from_argument(call.module, call.watch.spec, call.argument)
+            return self._unknown(_NO_SPEC, call.class_name)
+        return self._from_argument(call.class_name, call.watch.spec, call.argument)
 
-    def _from_argument(self, model: nn.Module, spec: TimestepSpec, x: Any) -> Reading:
-        name = type(model).__name__
+    def _from_argument(self, name: str, spec: TimestepSpec, x: Any) -> Reading:
         if not isinstance(x, torch.Tensor | numbers.Real):
             return self._unknown(_NO_ARGUMENT, name, spec.argument)
         level = spec.noise_level(x)  # type: ignore[arg-type]
         if not isinstance(level, torch.Tensor) and not -_ROUNDING <= level <= 1 + _ROUNDING:
             return self._unknown(_OUTSIDE, name, spec.argument, float(torch.as_tensor(x).max()), level)
+        if not isinstance(level, torch.Tensor):
+            level = min(max(level, 0.0), 1.0)
         return Reading(level, f"argument {spec.argument}")
 
     def _unknown(self, message: str, model: str, *facts: object) -> Reading:
@@ -123,12 +134,7 @@ class Gate:
 
 def _argument_input(gm: GraphModule, frame: Frame, model: nn.Module, spec: TimestepSpec) -> tuple[str, int] | None:
     """Only in the model's own forward: after a graph break Dynamo resumes with locals, which may be something else by then."""
-    codes: list[Any] = []
-    forward: Any = type(model).forward
-    while forward is not None:  # and in the decorators around it
-        codes.append(forward.__code__)
-        forward = getattr(forward, "__wrapped__", None)
-    if frame.code not in codes:
+    if frame.code not in forward_codes(model):
         return None
     position, parameters = argument_position(model, spec), frame.code.co_argcount + frame.code.co_kwonlyargcount
     wanted = {f"L['{spec.argument}']"}

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
+from typing import Any
 
 import torch
 from torch import nn
@@ -183,6 +184,16 @@ def unwrap(module: nn.Module) -> nn.Module:
     while isinstance(module, (torch._dynamo.OptimizedModule, *_MODULE_WRAPPERS)):
         module = module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module.module
     return module
+
+
+def forward_codes(model: nn.Module) -> list[CodeType]:
+    """The code of a model's forward and of the decorators around it, outermost first: the frame that Dynamo compiles is one of them."""
+    codes: list[CodeType] = []
+    forward: Any = type(model).forward
+    while forward is not None:
+        codes.append(forward.__code__)
+        forward = getattr(forward, "__wrapped__", None)
+    return codes
 
 
 def clean_path(root: nn.Module, path: str) -> str:

@@ -1,6 +1,7 @@
 """Whole diffusers pipelines: every denoiser attached, compiled in place, and told the scheduler's own noise level."""
 
 import inspect
+import logging
 import sys
 import weakref
 from collections.abc import Mapping
@@ -13,9 +14,14 @@ from torch import nn
 from skip_attn_compile.backend import Inner, SkipBackend
 from skip_attn_compile.capture import Capture
 from skip_attn_compile.config import SkipConfig
+from skip_attn_compile.frames import self_of
+from skip_attn_compile.layers import forward_codes
 from skip_attn_compile.report import Report, UnmatchedPattern
 from skip_attn_compile.schedule import level_tensor
+from skip_attn_compile.summary import at_recompile_limit
 from skip_attn_compile.timestep import Level, TimestepSpec, spec_of
+
+log = logging.getLogger(__name__)
 
 Configs = SkipConfig | Mapping[str, SkipConfig]
 
@@ -45,24 +51,34 @@ def compile_pipeline(
     """
     if "backend" in torch_compile_kwargs:
         raise ValueError("compile_pipeline brings its own backend; to choose what compiles the rest, pass inner=")
-    models = _denoisers(pipe)
+    models = denoisers(pipe, "compile_pipeline")
     configs = _configs(models, config, pipe)
     for name in configs:
         _check_compilable(name, models[name], regional)
-    backends: dict[str, SkipBackend] = {}
-    for name, own in configs.items():
-        backends[name] = SkipBackend(own, inner)
-        backends[name]._attach(models[name], name, timestep_spec, _SchedulerLevel(pipe))
-        compile_in_place = models[name].compile_repeated_blocks if regional else models[name].compile
-        compile_in_place(backend=backends[name], **torch_compile_kwargs)  # type: ignore[operator]
-    return CompiledPipeline(models, backends, [Capture(models[name]) for name in configs] if capture else [])
+    handle = CompiledPipeline(models, {name: SkipBackend(own, inner) for name, own in configs.items()})
+    try:
+        for name, backend in handle.backends.items():
+            backend._attach(models[name], name, timestep_spec, SchedulerLevel(pipe))
+            compile_in_place = models[name].compile_repeated_blocks if regional else models[name].compile
+            compile_in_place(backend=backend, **torch_compile_kwargs)  # type: ignore[operator]
+            if capture:
+                handle._captures.append(Capture(models[name]))
+    except BaseException:
+        handle.uncompile()
+        raise
+    codes = {code for name in configs for m in (models[name].modules() if regional else (models[name],)) for code in forward_codes(m)}
+    for note in at_recompile_limit({code: code.co_qualname for code in codes}):
+        log.warning("%s", note)
+    return handle
 
 
 class CompiledPipeline:
     """What `compile_pipeline` returns. backends: one for each compiled component, by name, for what concerns only one of them."""
 
-    def __init__(self, models: dict[str, nn.Module], backends: dict[str, SkipBackend], captures: list[Capture]) -> None:
-        self._models, self._captures = models, captures
+    def __init__(self, models: dict[str, nn.Module], backends: dict[str, SkipBackend]) -> None:
+        self._models = models
+        self._captures: list[Capture] = []
+        self._compiled = True
         self.backends = backends
 
     def report(self) -> Report:
@@ -88,6 +104,9 @@ class CompiledPipeline:
 
     def uncompile(self) -> None:
         """Give the pipeline back as it was before `compile_pipeline`: no compiled call, no hook. The report stays readable."""
+        if not self._compiled:  # it may have been compiled anew since
+            return
+        self._compiled = False
         for name, backend in self.backends.items():
             for module in self._models[name].modules():
                 module.__dict__.pop("_compiled_call_impl", None)
@@ -108,18 +127,18 @@ class CompiledPipeline:
         return list(found.values())
 
 
-def _denoisers(pipe: Any) -> dict[str, nn.Module]:
+def denoisers(pipe: Any, asker: str) -> dict[str, nn.Module]:
+    """The denoising models among a pipeline's components, by name; ValueError in the name of `asker` where there is none."""
     components = getattr(pipe, "components", None)
     if not isinstance(components, Mapping):
-        raise ValueError(
-            f"compile_pipeline needs a diffusers pipeline, got {type(pipe).__name__}; for a model use torch.compile with backend()"
-        )
+        raise ValueError(f"{asker} needs a diffusers pipeline, got {type(pipe).__name__}; for a model use torch.compile with backend()")
     modules = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
     found = {name: m for name, m in modules.items() if "transformer" in name or "unet" in name or spec_of(m) is not None}
+    doubled = [name for name, m in found.items() if any(m is other for earlier, other in found.items() if earlier < name)]
+    if doubled:
+        raise ValueError(f"{asker} needs components that are models of their own, got {', '.join(doubled)} of {type(pipe).__name__} twice")
     if not found:
-        raise ValueError(
-            f"compile_pipeline found no transformer or unet in {type(pipe).__name__}; it has {', '.join(components) or 'nothing'}"
-        )
+        raise ValueError(f"{asker} found no transformer or unet in {type(pipe).__name__}; it has {', '.join(components) or 'nothing'}")
     return found
 
 
@@ -147,7 +166,7 @@ def _check_compilable(name: str, model: nn.Module, regional: bool) -> None:
         raise ValueError(f"{name}, a {type(model).__name__}, does not say which blocks repeat (_repeated_blocks); use regional=False")
 
 
-class _SchedulerLevel:
+class SchedulerLevel:
     """The noise level of the step that a pipeline is running, by its scheduler: exact, where timesteps may be rounded.
 
     None, and the model's argument is read, outside the pipeline's own call and where the scheduler does not know which step it is in.
@@ -162,7 +181,7 @@ class _SchedulerLevel:
     def __call__(self) -> Level | None:
         pipe = self._pipe()
         scheduler = getattr(pipe, "scheduler", None)
-        if not hasattr(scheduler, "step_index") or not _is_running(self._code):
+        if not hasattr(scheduler, "step_index") or not _is_running(pipe, self._code):
             return None
         index = _step(pipe, scheduler)
         levels = self._levels_of(scheduler)
@@ -171,24 +190,32 @@ class _SchedulerLevel:
     def _levels_of(self, scheduler: Any) -> list[Any] | torch.Tensor:
         source = (scheduler.timesteps, getattr(scheduler, "sigmas", None))
         if any(a is not b for a, b in zip(source, self._source, strict=True)):  # set_timesteps makes new ones for each run
-            levels = level_tensor(scheduler)
-            self._levels = [] if levels is None else levels if levels.device.type != "cpu" else levels.tolist()
+            levels: Any = level_tensor(scheduler)
+            if levels is not None and levels.device.type == "cpu":
+                levels = levels.tolist() if bool(((levels >= 0) & (levels <= 1)).all()) else None  # None: not what this scheduler means
+            self._levels = [] if levels is None else levels
             self._source = source
         return self._levels
 
 
 def _step(pipe: Any, scheduler: Any) -> int | None:
-    """The index of the running step in the scheduler's timesteps. Until its first one a scheduler may have been told."""
+    """The index of the running step in the scheduler's timesteps: the place of the pipeline's own t among them, else what is counted.
+
+    A pipeline may step copies of its scheduler, which then does not count.
+    """
+    now, timesteps = getattr(pipe, "_current_timestep", None), scheduler.timesteps
+    if isinstance(now, torch.Tensor) and now.dim() == 0 and now.untyped_storage().data_ptr() == timesteps.untyped_storage().data_ptr():
+        return int(now.storage_offset() - timesteps.storage_offset())
     for index in (scheduler.step_index, getattr(scheduler, "begin_index", None)):
         if index is not None:
             return int(index)
-    return 0 if getattr(pipe, "_num_timesteps", None) == len(scheduler.timesteps) else None  # else it may start in the middle
+    return None
 
 
-def _is_running(code: CodeType) -> bool:
+def _is_running(pipe: object, code: CodeType) -> bool:
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code is code:
+        if frame.f_code is code and self_of(frame) is pipe:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -68,7 +68,7 @@ class StepLog:
     def add(self, model: str, reading: Reading, dense: bool | torch.Tensor) -> None:
         key = (model, threading.get_ident())
         entries = self._entries.get(key)
-        if entries and entries[-1].reading is reading:  # the blocks of a model share one
+        if entries and entries[-1].reading is reading and entries[-1].dense is dense:  # the blocks of a model share one
             return
         entry = _Entry(reading, dense)
         with self._lock:

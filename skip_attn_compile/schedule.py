@@ -6,6 +6,7 @@ A step is dense while its noise level t (1 = pure noise) is above the cutoff; cu
 import copy
 import inspect
 import math
+import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -90,9 +91,9 @@ def cutoff_for_dense_steps(t: Iterable[float], k: int, *, num_train_timesteps: i
     levels = sorted(_levels(t, num_train_timesteps), reverse=True)
     bounds = list(pairwise([math.inf, *levels, 0.0]))  # k dense: lower <= cutoff < upper
     possible = [0] + [n for n, (upper, lower) in enumerate(bounds) if n > 0 and upper > lower]
-    if isinstance(k, bool) or not isinstance(k, int) or k not in possible:
+    if isinstance(k, bool) or not isinstance(k, numbers.Integral) or k not in possible:
         raise ValueError(f"k must be one of {_ranges(possible)} for these {len(levels)} levels, got {k!r}; equal levels stay together")
-    return 0.0 if k == 0 else _between(*reversed(bounds[k]))
+    return 0.0 if k == 0 else _between(*reversed(bounds[int(k)]))
 
 
 def schedule_table(
@@ -112,10 +113,14 @@ def schedule_table(
     ValueError for arguments that the scheduler does not take, and for a scheduler whose schedule is not known.
     """
     scheduler = getattr(pipe_or_scheduler, "scheduler", pipe_or_scheduler)
-    if not hasattr(scheduler, "set_timesteps"):
-        raise ValueError(f"schedule_table needs a diffusers pipeline or scheduler, got {type(pipe_or_scheduler).__name__}")
-    if isinstance(num_inference_steps, bool) or not isinstance(num_inference_steps, int) or num_inference_steps < 1:
+    if isinstance(scheduler, type) or not hasattr(scheduler, "set_timesteps"):
+        given = (
+            f"{type(pipe_or_scheduler).__name__} with scheduler {scheduler!r}" if scheduler is not pipe_or_scheduler else repr(scheduler)
+        )
+        raise ValueError(f"schedule_table needs a diffusers pipeline with a scheduler, or a scheduler, got {given}")
+    if isinstance(num_inference_steps, bool) or not isinstance(num_inference_steps, numbers.Integral) or num_inference_steps < 1:
         raise ValueError(f"num_inference_steps must be an integer >= 1, got {num_inference_steps!r}")
+    num_inference_steps = int(num_inference_steps)
     if isinstance(cutoffs, str) or not isinstance(cutoffs, Iterable):
         raise ValueError(f"cutoffs must be a sequence of numbers in [0, 1], got {cutoffs!r}; write cutoffs=({cutoffs!r},)")
     checked = [check_cutoff("cutoffs", cutoff) for cutoff in cutoffs]
@@ -146,7 +151,7 @@ def noise_levels(scheduler: Any) -> list[float]:
 
 def level_tensor(scheduler: Any) -> torch.Tensor | None:
     """`noise_levels` as a float32 tensor, on the device where the scheduler keeps them, unchecked; None where the schedule is not known."""
-    names, config = _names(scheduler), scheduler.config
+    names, config = _names(scheduler), getattr(scheduler, "config", None) or {}
     timesteps = torch.as_tensor(scheduler.timesteps)[: -1 if names & _WITH_END else None].to(torch.float32)
     continuous = config.get("timestep_type") == "continuous" and config.get("prediction_type") == "v_prediction"
     if names & _FLOW or config.get("use_flow_sigmas"):
@@ -181,7 +186,7 @@ def _set_timesteps(scheduler: Any, num_inference_steps: int, kwargs: dict[str, A
     for keyword in kwargs:
         if keyword not in accepted and not open_ended:
             raise ValueError(f"{name}.set_timesteps takes {', '.join(accepted)}, got {keyword}=")
-    if "mu" in accepted and scheduler.config.get("use_dynamic_shifting") and kwargs.get("mu") is None:
+    if "mu" in accepted and (getattr(scheduler, "config", None) or {}).get("use_dynamic_shifting") and kwargs.get("mu") is None:
         raise ValueError(
             f"mu must be given: {name} shifts its schedule by resolution (use_dynamic_shifting); pass mu=, which the pipeline"
             " computes from the number of image tokens, for example mu=1.15 for Flux at 1024 x 1024"

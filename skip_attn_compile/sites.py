@@ -101,7 +101,11 @@ def _arguments(gm: GraphModule, node: Node) -> dict[str, Any]:
     normalized = node.normalized_arguments(gm, normalize_to_only_use_kwargs=True)
     if normalized is None:
         raise RuntimeError(f"FX could not normalise the arguments of {node.format_node()}; please report this graph")
-    return normalized.kwargs
+    arguments = dict(normalized.kwargs)
+    dropout_p = arguments["dropout_p"]
+    if isinstance(dropout_p, Node) and isinstance(value := dropout_p.meta.get("example_value"), torch.SymFloat):
+        arguments["dropout_p"] = float(value)  # under dynamic=True a Python default is symbolic too: a guard makes it the constant it is
+    return arguments
 
 
 def _module_ids(node: Node) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType
 
 import torch
 
@@ -57,10 +58,12 @@ def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: Know
     if layers:  # else no layer has a name yet, and no pattern can have missed one
         report.unmatched = unmatched_patterns(config, list(layers))
     if not rows:
-        report.notes.append(f"no scaled_dot_product_attention call was seen in {len(graphs)} compiled graph{'s' * (len(graphs) != 1)}")
+        seen_in = f"no scaled_dot_product_attention call was seen in {len(graphs)} compiled graph{'s' * (len(graphs) != 1)}"
+        nothing = "; nothing has run compiled yet, or Dynamo runs it eager past its recompile limit: then call torch.compiler.reset()"
+        report.notes.append(seen_in + nothing * (not graphs))
     if graphs:
         report.notes += _in_no_graph(seen, models)
-    report.notes += _at_recompile_limit(graphs)
+    report.notes += at_recompile_limit({frame.code: frame.function for graph in graphs for frame in graph.frames})
     return report
 
 
@@ -80,16 +83,16 @@ def _in_no_graph(seen: Mapping[KnownModel, set[str]], models: KnownModels) -> li
     return [f"no compiled graph has served {', '.join(shown)}: {IN_NO_GRAPH}"] if shown else []
 
 
-def _at_recompile_limit(graphs: Sequence[GraphRecord]) -> list[str]:
+def at_recompile_limit(functions: Mapping[CodeType, str]) -> list[str]:
     """A note for each function with as many compiled variants as Dynamo allows: it runs the next one eager, and only logs that."""
     from torch._dynamo import config
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-    codes = {frame.code: frame.function for graph in graphs for frame in graph.frames}
     return [
         f"{function} has the {config.recompile_limit} compiled variants that Dynamo allows: any further one runs eager, with plain"
-        " attention; raise torch._dynamo.config.recompile_limit, or compile with dynamic=True"
-        for code, function in codes.items()
+        " attention; raise torch._dynamo.config.recompile_limit, compile with dynamic=True where lengths vary, or call"
+        " torch.compiler.reset() where backends that nobody uses any more hold them"
+        for code, function in functions.items()
         if len(_debug_get_cache_entry_list(code)) >= config.recompile_limit
     ]
 

@@ -73,8 +73,8 @@ def is_dense(t: float | torch.Tensor, cutoff: float) -> bool | torch.Tensor:
         return False
     if isinstance(t, torch.Tensor):
         level = t.detach().to(torch.float32)  # first: bfloat16 would round the cutoff
-        return (level.amax() if level.dim() else level) > float32(cutoff)
-    return float32(t) > float32(cutoff)
+        return ~((level.amax() if level.dim() else level) <= float32(cutoff))  # so that NaN is dense
+    return not float32(t) <= float32(cutoff)
 
 
 def float32(value: float) -> float:

@@ -69,6 +69,9 @@ both = pytest.mark.parametrize("regional", [False, True], ids=["whole", "regiona
 # Quantised weights
 
 
+# torchao is no part of the `dev` extra, since importing diffusers beside it prints warnings; .ci/run installs it.
+
+
 def int8(model: nn.Module) -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -84,6 +87,7 @@ def float8(model: nn.Module) -> None:
 @both
 @pytest.mark.parametrize("quantise", [int8, float8], ids=lambda quantise: quantise.__name__)
 def test_quantised_linears(quantise: Callable[[nn.Module], None], regional: bool) -> None:
+    pytest.importorskip("torchao")
     assert_served(quantise, regional)
 
 

@@ -1,5 +1,6 @@
 """compile_pipeline on real diffusers pipelines with tiny weights: outputs, gate, runs, counts; and what is left after uncompile."""
 
+import copy
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from pipelines import CALLS, cogvideox, flux, ltx, run, wan22
 from skip_attn_compile import Calibration, Rule, SkipConfig, compile_pipeline
-from skip_attn_compile.pipeline import CompiledPipeline, _SchedulerLevel
+from skip_attn_compile.pipeline import CompiledPipeline, SchedulerLevel
 from skip_attn_compile.schedule import noise_levels
 from skip_attn_compile.timestep import spec_of
 
@@ -209,8 +210,8 @@ SCHEDULERS = {
 class Loop:
     """What a pipeline does with its scheduler; `see` is asked at each model call."""
 
-    def __init__(self, scheduler: Any, told: bool) -> None:
-        self.scheduler, self.told = scheduler, told
+    def __init__(self, scheduler: Any, told: bool, shown: bool = False) -> None:
+        self.scheduler, self.told, self.shown = scheduler, told, shown
 
     def __call__(self, see: Callable[[], Any], skip: int = 0) -> list[Any]:
         self.scheduler.set_timesteps(2 if isinstance(self.scheduler, diffusers.SCMScheduler) else 6)
@@ -218,10 +219,9 @@ class Loop:
         timesteps = timesteps[skip : len(noise_levels(self.scheduler))]
         if self.told:
             self.scheduler.set_begin_index(skip)
-        elif len(self.scheduler.timesteps) == len(timesteps):
-            self._num_timesteps = len(timesteps)
         seen, sample = [], torch.randn(1, 4, 8, 8)
         for t in timesteps:
+            self._current_timestep = t if self.shown else None
             seen.append(see())
             sample = self.scheduler.step(0.1 * sample, t, sample, return_dict=False)[0]
         return seen
@@ -230,7 +230,7 @@ class Loop:
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_every_schedulers_level_at_every_step(name: str) -> None:
     loop = Loop(SCHEDULERS[name](), told=True)
-    see = _SchedulerLevel(loop)
+    see = SchedulerLevel(loop)
     for _ in range(2):
         seen = loop(see)
         assert seen == noise_levels(loop.scheduler)
@@ -240,16 +240,55 @@ def test_every_schedulers_level_at_every_step(name: str) -> None:
         assert loop(see, skip=2) == noise_levels(loop.scheduler)[2:]
 
 
-def test_without_a_begin_index_the_first_level_needs_a_whole_schedule() -> None:
-    for skip, first in ((0, 1.0), (2, None)):
-        loop = Loop(diffusers.FlowMatchEulerDiscreteScheduler(), told=False)
-        seen = loop(_SchedulerLevel(loop), skip=skip)
-        assert seen == [first, *noise_levels(loop.scheduler)[skip + 1 :]]
+def test_without_a_begin_index_the_first_level_needs_the_pipelines_own_t() -> None:
+    for shown in (True, False):
+        for skip in (0, 2):
+            loop = Loop(diffusers.FlowMatchEulerDiscreteScheduler(), told=False, shown=shown)
+            seen = loop(SchedulerLevel(loop), skip=skip)
+            levels = noise_levels(loop.scheduler)[skip:]
+            assert seen == ([levels[0] if shown else None, *levels[1:]])
+
+
+def test_a_pipeline_that_steps_copies_of_its_scheduler_is_gated_by_the_argument() -> None:
+    loop = Loop(diffusers.FlowMatchEulerDiscreteScheduler(), told=False)
+    see, step = SchedulerLevel(loop), copy.deepcopy(loop.scheduler)
+    step.set_timesteps(6)
+    loop.scheduler.step = step.step
+    assert loop(see) == [None] * 6
+
+
+def test_another_pipeline_that_runs_the_model_is_not_taken_for_the_compiled_one() -> None:
+    """A server makes one for each request, around one model."""
+    pipe = wan22()
+    handle = compile_pipeline(pipe, config(disabled_until_timestep=0.9), inner="eager")
+    run(pipe, steps=4)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=12.0)
+    other = diffusers.WanPipeline(**{**pipe.components, "scheduler": scheduler}, boundary_ratio=0.875)
+    pipe.scheduler.set_timesteps(4)
+    pipe.scheduler.set_begin_index(3)
+    run(other, steps=4)
+    shown = [step for r in handle.report().runs[1::2] for step in r.steps]
+    assert {step.source for step in shown} == {"argument timestep"}
+    assert [step.t for step in shown] == pytest.approx(noise_levels(scheduler))
+
+
+def test_levels_that_are_none_are_left_to_the_argument() -> None:
+    loop = Loop(diffusers.CMStochasticIterativeScheduler(), told=True)
+    loop.scheduler.set_timesteps(6)
+    with pytest.raises(ValueError, match="must have timesteps that map to noise levels"):
+        noise_levels(loop.scheduler)
+    bare = SimpleNamespace(step_index=0, timesteps=torch.tensor([999.0]), sigmas=torch.tensor([14.0, 0.0]))
+    for scheduler in (loop.scheduler, bare):
+        loop.scheduler = scheduler
+        see = SchedulerLevel(loop)
+        asked = lambda self, see=see: see()
+        see._code = asked.__code__
+        assert asked(loop) is None
 
 
 def test_a_scheduler_without_steps_leaves_t_to_the_argument() -> None:
     loop = Loop(diffusers.DDIMScheduler(), told=False)
-    assert loop(_SchedulerLevel(loop)) == [None] * 6
+    assert loop(SchedulerLevel(loop)) == [None] * 6
 
 
 def test_a_call_of_the_transformer_alone_is_gated_by_its_argument() -> None:
@@ -310,8 +349,8 @@ def test_uncompiling_twice_and_compiling_again() -> None:
     pipe = flux()
     first = compile_pipeline(pipe, config(), inner="eager")
     first.uncompile()
-    first.uncompile()
     second = compile_pipeline(pipe, config(), inner="eager")
+    first.uncompile()
     run(pipe, steps=2)
     assert (first.report().visited, second.report().skipped > 0) == (0, True)
 
@@ -355,6 +394,39 @@ def test_wrong_requests_are_named() -> None:
         with pytest.raises(ValueError, match=text):
             compile_pipeline(*arguments, **keywords)
     assert state(pipe) == before
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "default", "options": {"x": 1}}, {"bogus": 1}])
+def test_a_compilation_that_fails_changes_nothing(wrong: dict[str, Any]) -> None:
+    pipe = wan22()
+    before = state(pipe)
+    with pytest.raises((RuntimeError, TypeError)):
+        compile_pipeline(pipe, config(disabled_until_timestep=0.5), **wrong)
+    assert state(pipe) == before
+
+
+def test_one_module_under_two_names_is_refused() -> None:
+    pipe = wan22()
+    pipe.transformer_2 = pipe.transformer
+    with pytest.raises(ValueError, match="models of their own, got transformer_2 of WanPipeline twice"):
+        compile_pipeline(pipe, config())
+
+
+def test_dynamos_recompile_limit_is_told_before_and_after(caplog: pytest.LogCaptureFixture) -> None:
+    torch.compiler.reset()
+    pipe = flux()
+    for _ in range(torch._dynamo.config.recompile_limit):
+        handle = compile_pipeline(pipe, config(), inner="eager")
+        run(pipe, steps=1)
+        handle.uncompile()
+    assert "runs eager" not in caplog.text
+    handle = compile_pipeline(pipe, config(), inner="eager")
+    run(pipe, steps=1)
+    assert "any further one runs eager" in caplog.text
+    assert "then call torch.compiler.reset()" in str(handle.report())
+    torch.compiler.reset()
+    run(pipe, steps=1)
+    assert handle.report().visited > 0
 
 
 def test_a_compiled_model_is_refused() -> None:

@@ -298,7 +298,9 @@ def test_str_is_the_table(diffusers):
 @pytest.mark.parametrize(
     ("arguments", "keywords", "match"),
     [
-        ((object(), 4, [0.5]), {}, "needs a diffusers pipeline or scheduler, got object"),
+        ((object(), 4, [0.5]), {}, "needs a diffusers pipeline with a scheduler, or a scheduler, got <object"),
+        ((SimpleNamespace(scheduler=None), 4, [0.5]), {}, "got SimpleNamespace with scheduler None"),
+        ((dict, 4, [0.5]), {}, "got <class 'dict'>"),
         ((None, 0, [0.5]), {}, "num_inference_steps must be an integer >= 1, got 0"),
         ((None, 4.0, [0.5]), {}, "num_inference_steps must be an integer >= 1, got 4.0"),
         ((None, 4, 0.5), {}, r"cutoffs must be a sequence .* got 0.5; write cutoffs=\(0.5,\)"),
@@ -306,7 +308,7 @@ def test_str_is_the_table(diffusers):
         ((None, 4, [0.5]), {"shift": 3}, "set_timesteps takes num_inference_steps, device, sigmas, mu, timesteps, got shift="),
         ((None, 4, [0.5]), {"sigmas": [1.0, 0.5]}, "num_inference_steps must be the number of sigmas or timesteps, 2, got 4"),
     ],
-    ids=["object", "0", "4.0", "number", "970", "keyword", "length"],
+    ids=["object", "no scheduler", "class", "0", "4.0", "number", "970", "keyword", "length"],
 )
 def test_bad_request_is_named(diffusers, arguments, keywords, match):
     scheduler = arguments[0] or diffusers.FlowMatchEulerDiscreteScheduler()

@@ -1,0 +1,133 @@
+"""Calibration: run a model on inputs of your own, dense, and learn which lambda skips which share of its tiles.
+
+    measurement = skip_attn_compile.calibrate(pipe, lambda prompt: pipe(prompt, ...), prompts, state="wan.json")
+    print(measurement)
+    config = measurement.config(target_sparsity=0.5)            # for compile_pipeline or backend
+    measurement.to_checkpoint(0.5)                              # ModelOpt's sparse_attention_config, by component
+
+One pass serves every threshold (`measure`). What NVIDIA ModelOpt calls calibration, at the tiles and in the order that serve.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from skip_attn_compile.config import TILE_ORDERS, SkipConfig
+from skip_attn_compile.fit import is_ascending
+from skip_attn_compile.gate import Gate
+from skip_attn_compile.measure import MOST_THRESHOLDS
+from skip_attn_compile.measurement import Measurement, Setup
+from skip_attn_compile.observe import Observer
+from skip_attn_compile.pipeline import SchedulerLevel, denoisers
+from skip_attn_compile.rules import policy
+from skip_attn_compile.settings import Settings
+from skip_attn_compile.validate import check_ints, check_patterns
+
+log = logging.getLogger(__name__)
+
+THRESHOLDS = tuple(10 ** (-6 + 6 * n / (MOST_THRESHOLDS - 1)) for n in range(MOST_THRESHOLDS))  # 1e-6 to 1, a factor of 1.56 apart
+
+
+def calibrate(
+    pipe_or_model: Any,
+    run: Callable[..., object],
+    items: Iterable[Any] | None = None,
+    *,
+    thresholds: Sequence[float] = THRESHOLDS,
+    tile_order: str = "ascending",
+    tile: tuple[int, int] = (64, 128),
+    include: Sequence[str] = ("*",),
+    ignore: Sequence[str] = (),
+    min_kv_len: int = 1024,
+    state: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> "Measurement":
+    """Run `run(item)` for each item, or `run()` once, and count in every attention call the tiles that each threshold would skip.
+
+    pipe_or_model: an uncompiled diffusers pipeline, all of whose denoisers are measured, or a torch.nn.Module.
+    run: drives it, for example `lambda prompt: pipe(prompt)`. items: prompts, saved inputs, ...; every second one is held out from the
+        fit, and tells how far the curve can be trusted.
+    thresholds: up to 32 lambdas in (0, 1], ascending. tile_order, tile: as they will be served; (128, 128) ascending is ModelOpt's.
+    include, ignore, min_kv_len: as in SkipConfig, which calls are measured.
+    state: a JSON file that is written after each item; where it exists, the items in it are not run again.
+    progress: show a bar, where tqdm is installed.
+
+    The run is dense and exact. Its cost is one more pass over the scores of the measured calls; its memory does not grow with the items.
+    Raises ValueError for what cannot be measured, and for a state file of another calibration.
+    """
+    models, schedule = _models(pipe_or_model)
+    tile_q, tile_k = check_ints("tile", tile, 2)
+    setup = Setup(_check_thresholds(thresholds), _check_order(tile_order), (tile_q, tile_k))
+    select = SkipConfig(threshold=0.0, include=check_patterns("include", include), ignore=check_patterns("ignore", ignore))
+    want = lambda layer, kv_len: kv_len >= min_kv_len and not policy(select, layer).reasons
+    path = None if state is None else Path(state)
+    measurement = Measurement.load(path) if path is not None and path.exists() else Measurement(setup)
+    if measurement.setup != setup:
+        raise ValueError(
+            f"{path} holds another calibration, {measurement.setup}, this one is {setup}; give another state file, or remove it"
+        )
+
+    gate = Gate(Settings(SkipConfig(threshold=0.0, disabled_until_timestep=1.0)))
+    for model in models.values():
+        gate.attach(model, None, schedule)
+    observer = Observer(models, want, list(setup.thresholds), tile_order, setup.tile, gate)
+    todo = [()] if items is None else [(item,) for item in items]
+    try:
+        for number in _bar(range(measurement.items, len(todo)), len(todo), progress):
+            with observer.watching():
+                run(*todo[number])
+            measurement.add(observer.take(), held_out=number % 2 == 1)
+            if path is not None:
+                measurement.save(path)
+    finally:
+        for model in models.values():
+            gate.detach(model)
+    for reason, calls in observer.kept.items():
+        log.warning("%d attention calls were not measured: %s", calls, reason)
+    if not measurement.counts[0]:
+        raise ValueError(
+            f"calibration measured no attention call: {', '.join(models) or 'the model'} made none with at least {min_kv_len} keys in an"
+            " included layer; give longer inputs, or a smaller min_kv_len"
+        )
+    return measurement
+
+
+def _models(pipe_or_model: Any) -> tuple[dict[str, nn.Module], Any]:
+    if isinstance(pipe_or_model, nn.Module):
+        models, schedule = {"": pipe_or_model}, None
+    else:
+        models, schedule = denoisers(pipe_or_model, "calibrate"), SchedulerLevel(pipe_or_model)
+    for name, model in models.items():
+        if isinstance(model, torch._dynamo.OptimizedModule) or any(m._compiled_call_impl is not None for m in model.modules()):
+            raise ValueError(
+                f"calibrate needs an uncompiled model, {name or type(model).__name__} is compiled; measure first, then compile"
+            )
+    return models, schedule
+
+
+def _check_thresholds(thresholds: Sequence[float]) -> tuple[float, ...]:
+    values = tuple(float(t) for t in thresholds)
+    if not 1 <= len(values) <= MOST_THRESHOLDS or not all(0 < t <= 1 for t in values) or not is_ascending(values):
+        raise ValueError(f"thresholds must be 1 to {MOST_THRESHOLDS} ascending lambdas in (0, 1], got {list(thresholds)!r}")
+    return values
+
+
+def _check_order(tile_order: str) -> str:
+    if tile_order not in TILE_ORDERS:
+        raise ValueError(f"tile_order must be one of {', '.join(TILE_ORDERS)}, got {tile_order!r}")
+    return tile_order
+
+
+def _bar(numbers: range, total: int, progress: bool) -> Iterable[int]:
+    if not progress:
+        return numbers
+    try:
+        from tqdm.auto import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        return numbers
+    return tqdm(numbers, initial=numbers.start, total=total, desc="calibration", unit="item")

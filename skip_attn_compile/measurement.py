@@ -1,0 +1,182 @@
+"""What a calibration run found, and the configs that follow from it."""
+
+import json
+import logging
+import math
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from skip_attn_compile.config import Rule, SkipConfig
+from skip_attn_compile.fit import Fit, MeasuredCurve, fit
+from skip_attn_compile.layers import LayerName
+from skip_attn_compile.observe import Cell
+from skip_attn_compile.report import table
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Setup:
+    thresholds: tuple[float, ...]
+    tile_order: str
+    tile: tuple[int, int]
+
+    def __str__(self) -> str:
+        low, high = self.thresholds[0], self.thresholds[-1]
+        return f"{len(self.thresholds)} thresholds from {low:.3g} to {high:.3g}, tiles {self.tile}, {self.tile_order}"
+
+
+@dataclass
+class Measurement:
+    """What `calibrate` found: tiles visited and skipped, by layer, number of keys, noise level and threshold.
+
+    items: how many were run. counts: of the fitted and of the held-out items, cell -> [visited, skipped at each threshold].
+    """
+
+    setup: Setup
+    items: int = 0
+    counts: tuple[dict[Cell, list[int]], dict[Cell, list[int]]] = field(default_factory=lambda: ({}, {}))
+
+    def add(self, found: Mapping[Cell, list[int]], *, held_out: bool) -> None:
+        into = self.counts[held_out]
+        for cell, counts in found.items():
+            into[cell] = [a + b for a, b in zip(into[cell], counts, strict=True)] if cell in into else counts
+        self.items += 1
+
+    @property
+    def components(self) -> list[str]:
+        return list(dict.fromkeys(cell.component for cell in self.counts[0]))
+
+    def sites(self, component: str) -> list[str]:
+        return list(dict.fromkeys(cell.site for cell in self.counts[0] if cell.component == component))
+
+    def curves(self, component: str, *, site: str | None = None, up_to: float | None = None, held_out: bool = False) -> list[MeasuredCurve]:
+        """Share against threshold, one curve for each number of keys. up_to: only calls at noise levels t <= up_to, those a gate leaves."""
+        sums: dict[int, list[int]] = defaultdict(lambda: [0] * (1 + len(self.setup.thresholds)))
+        for cell, counts in self.counts[held_out].items():
+            sparse = up_to is None or cell.t is None or cell.t <= up_to
+            if cell.component == component and site in (None, cell.site) and sparse:
+                sums[cell.kv_len] = [a + b for a, b in zip(sums[cell.kv_len], counts, strict=True)]
+        return [
+            MeasuredCurve(n, self.setup.thresholds, tuple(c / sum_[0] for c in sum_[1:])) for n, sum_ in sorted(sums.items()) if sum_[0]
+        ]
+
+    def fit(self, component: str, *, site: str | None = None, up_to: float | None = None) -> Fit:
+        """The curve of a component, or of one layer. ValueError where the measurement cannot carry one."""
+        return fit(self.curves(component, site=site, up_to=up_to), tile=self.setup.tile, tile_order=self.setup.tile_order)
+
+    def deviations(self, component: str, targets: Sequence[float], *, up_to: float | None = None) -> dict[int, list[float]]:
+        """Number of keys -> achieved minus asked share for each target, on the held-out items, or the fitted ones if none was held out."""
+        fitted = self.fit(component, up_to=up_to)
+        curves = self.curves(component, up_to=up_to, held_out=bool(self.counts[1]))
+        return {curve.kv_len: [fitted.deviation(curve, target) for target in targets] for curve in curves}
+
+    def config(
+        self, target_sparsity: float, *, disabled_until_timestep: float = 0.0, per_layer: bool | None = False, **fields: Any
+    ) -> SkipConfig | dict[str, SkipConfig]:
+        """A config that skips `target_sparsity` of the tiles in the calls that the gate leaves; for a pipeline a dict by component.
+
+        per_layer: a curve for each layer; None: for the layers where that is nearer to the target on held-out items.
+        Raises ValueError for a target that lambda = 1 does not reach, with the share that it does reach.
+        """
+        up_to = disabled_until_timestep or None
+        given = tuple(fields.pop("rules", ()))
+        configs = {}
+        for component in self.components:
+            fitted = self.fit(component, up_to=up_to)
+            if target_sparsity > fitted.reach:
+                where = f" in {component}" if component else ""
+                raise ValueError(
+                    f"target_sparsity={target_sparsity:g} is beyond reach{where}: lambda = 1, the most there is, skips {fitted.reach:.1%}"
+                    f" of the tiles; ask for at most {math.floor(100 * fitted.reach) / 100:g}"
+                )
+            low, high = fitted.calibration.sparsity_range or (0.0, 1.0)
+            if not low <= target_sparsity <= high:
+                log.warning(
+                    "target_sparsity=%g lies outside the shares %.2f to %.2f that the curve was fitted on", target_sparsity, low, high
+                )
+            rules = () if per_layer is False else self._rules(component, fitted, target_sparsity, up_to, always=per_layer is True)
+            configs[component] = SkipConfig(
+                target_sparsity=target_sparsity,
+                calibration=fitted.calibration,
+                disabled_until_timestep=disabled_until_timestep,
+                tile_order=self.setup.tile_order,
+                rules=(*rules, *given),
+                **fields,
+            )
+        return configs if list(configs) != [""] else configs[""]
+
+    def to_checkpoint(self, target_sparsity: float, **fields: Any) -> dict[str, dict[str, Any]]:
+        """Component -> its `sparse_attention_config`, with the observed ranges and tiles beside the curve."""
+        configs = self.config(target_sparsity, **fields)
+        return {name: c.to_checkpoint() for name, c in (configs if isinstance(configs, dict) else {"": configs}).items()}
+
+    def _rules(self, component: str, whole: Fit, target: float, up_to: float | None, *, always: bool) -> list[Rule]:
+        rules = []
+        for site in self.sites(component):
+            try:
+                own = self.fit(component, site=site, up_to=up_to)
+            except ValueError:  # too flat for a curve of its own
+                continue
+            curves = self.curves(component, site=site, up_to=up_to, held_out=bool(self.counts[1]))
+            error = lambda f: max(abs(f.deviation(curve, target)) for curve in curves)  # noqa: B023
+            if always or error(own) < error(whole):
+                rules.append(Rule(LayerName(component, site.split("#")[0]).full, calibration=own.calibration))
+        return rules
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """As JSON, at once or not at all."""
+        path = Path(path)
+        data = {
+            "skip_attn_compile_measurement": _FORMAT,
+            "thresholds": list(self.setup.thresholds),
+            "tile_order": self.setup.tile_order,
+            "tile": list(self.setup.tile),
+            "items": self.items,
+            "fitted": [[c.component, c.site, c.kv_len, c.t, counts] for c, counts in self.counts[0].items()],
+            "held_out": [[c.component, c.site, c.kv_len, c.t, counts] for c, counts in self.counts[1].items()],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+            json.dump(data, file)
+        os.replace(file.name, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Measurement":
+        """What `save` wrote. ValueError, naming the file, for anything else."""
+        try:
+            data = json.loads(Path(path).read_text())
+            if data["skip_attn_compile_measurement"] != _FORMAT:
+                raise ValueError(f"format {data['skip_attn_compile_measurement']!r}")
+            setup = Setup(tuple(data["thresholds"]), data["tile_order"], (data["tile"][0], data["tile"][1]))
+            counts = tuple({Cell(*row[:4]): row[4] for row in data[key]} for key in ("fitted", "held_out"))
+            if any(len(row) != 1 + len(setup.thresholds) for part in counts for row in part.values()):
+                raise ValueError("counts of another length than its thresholds")
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise ValueError(
+                f"{path} must be a measurement written by calibrate(state=...) or Measurement.save, but is not: {error}"
+            ) from error
+        return cls(setup, data["items"], counts)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        lines = [f"{self.items} items, {self.setup}"]
+        for component in self.components:
+            lines.append(f"\n{component or 'model'}")
+            try:
+                fitted = self.fit(component)
+            except ValueError as error:
+                lines.append(str(error))
+                continue
+            lines += [str(fitted), f"lambda = 1 skips {fitted.reach:.1%}"]
+            targets = [n / 10 for n in range(1, 10) if n / 10 <= fitted.reach]
+            rows = [("target", *(f"{target:.0%}" for target in targets))]
+            rows += [(f"{n:,} keys", *(f"{d:+.1%}" for d in row)) for n, row in self.deviations(component, targets).items()]
+            lines += [f"deviation on {'held-out' if self.counts[1] else 'the fitted'} items:", *table(rows)]
+        return "\n".join(lines)

@@ -1,0 +1,160 @@
+"""Measuring a model while it runs as it is: each scaled_dot_product_attention call goes through `measure`, dense, and is counted.
+
+In eager PyTorch, through a torch function mode, so that every model can be measured, however its graphs would look. The counts stay on the
+device until an item is done, and are then added to histograms whose size depends on the model and the schedule, not on how much is run.
+"""
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from skip_attn_compile.gate import Gate
+from skip_attn_compile.kernels import mask_kind
+from skip_attn_compile.layers import KnownModels, LayerName
+from skip_attn_compile.measure import measure
+
+Want = Callable[[LayerName, int], bool]  # (layer, number of keys) -> is the call measured?
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a histogram is kept for: one call of one layer, at one number of keys and noise level (rounded to 1/100, None unknown)."""
+
+    component: str
+    site: str
+    kv_len: int
+    t: float | None
+
+
+@dataclass
+class _Call:
+    component: str
+    site: str
+    kv_len: int | Tensor  # a tensor where a mask leaves some of them: their mean over the batch
+    t: float | Tensor | None
+    counts: Tensor  # int64 [1 + n] on the call's device
+
+
+class Observer(TorchFunctionMode):
+    """While it is entered, in this thread. `take` gives the counts of all calls since the last time, by cell."""
+
+    def __init__(
+        self, models: Mapping[str, nn.Module], want: Want, thresholds: list[float], tile_order: str, tile: tuple[int, int], gate: Gate
+    ) -> None:
+        super().__init__()
+        self._names: dict[nn.Module, LayerName] = {}
+        known = KnownModels()
+        for component, model in models.items():
+            for path, module in known.attach(model, component).modules():
+                self._names.setdefault(module, LayerName(component, path))
+        self._roots = set(models.values())
+        self._want, self._gate = want, gate
+        self._thresholds, self._tile_order, self._tile = thresholds, tile_order, tile
+        self._on_device: dict[torch.device, Tensor] = {}
+        self._running: list[LayerName] = []
+        self._repeats: Counter[LayerName] = Counter()
+        self._calls: list[_Call] = []
+        self.kept: Counter[str] = Counter()  # reasons for calls of measured layers that could not be measured
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator["Observer"]:
+        """Enter, with the hooks that tell which module is running."""
+        thread = threading.get_ident()
+
+        def enter(module: nn.Module, _: object) -> None:
+            if threading.get_ident() == thread and module in self._names:
+                if module in self._roots:
+                    self._repeats.clear()
+                self._running.append(self._names[module])
+
+        def leave(module: nn.Module, *_: object) -> None:
+            if threading.get_ident() == thread and module in self._names:
+                self._running.pop()
+
+        hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+        try:
+            with self:
+                yield self
+        finally:
+            self._running.clear()
+            for hook in hooks:
+                hook.remove()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention or not self._running:
+            return func(*args, **kwargs)
+        return self._attend(func, *args, **kwargs)
+
+    def _attend(
+        self,
+        sdpa: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        layer = self._running[-1]
+        repeat = self._repeats[layer]
+        self._repeats[layer] += 1
+        kv_len = key.shape[-2]
+        reason = self._reason(query, key, value, attn_mask, dropout_p)
+        if not self._want(layer, kv_len) or reason is not None:
+            if reason is not None and self._want(layer, kv_len):
+                self.kept[reason] += 1
+            return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if torch.is_autocast_enabled(query.device.type):
+            query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+        if query.device not in self._on_device:
+            self._on_device[query.device] = torch.tensor(self._thresholds, dtype=torch.float32, device=query.device)
+        out, counts = measure(
+            query, key, value, self._on_device[query.device], attn_mask, None, is_causal, scale, self._tile_order, *self._tile
+        )
+        site = layer.path if repeat == 0 else f"{layer.path}#{repeat}"
+        level = self._gate.running_level()
+        self._calls.append(_Call(layer.component, site, _kv_len(key, attn_mask), level, counts.sum((0, 1), dtype=torch.int64)))
+        return out
+
+    def _reason(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float) -> str | None:
+        if not query.dim() == key.dim() == value.dim() == 4:
+            return "query, key and value must have four dimensions"
+        if query.shape[1] % key.shape[1] or query.shape[0] != key.shape[0]:
+            return "query, key and value must agree in batch, and heads must divide"
+        if dropout_p:
+            return "dropout_p must be 0: put the model into eval() mode"
+        if mask_kind(attn_mask) == "general":
+            return "its mask is not a key mask, and serving keeps such calls dense"
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+            return "a gradient is needed: run under torch.no_grad()"
+        return None
+
+    def take(self) -> dict[Cell, list[int]]:
+        calls, self._calls = self._calls, []
+        found: dict[Cell, list[int]] = {}
+        for call in calls:
+            t = None if call.t is None else round(float(call.t), 2)
+            cell = Cell(call.component, call.site, round(float(call.kv_len)), t)
+            counts = call.counts.tolist()
+            found[cell] = [a + b for a, b in zip(found[cell], counts, strict=True)] if cell in found else counts
+        return found
+
+
+def _kv_len(key: Tensor, attn_mask: Tensor | None) -> int | Tensor:
+    """L of the call, as lambda is derived from it."""
+    if attn_mask is None:
+        return key.shape[2]
+    takes_part = attn_mask if attn_mask.dtype == torch.bool else attn_mask != -torch.inf
+    return takes_part.expand(*takes_part.shape[:-1], key.shape[2]).sum(-1).float().mean()
