@@ -130,6 +130,8 @@ class Report:
         if self.sparsity is not None:
             total += f" ({self.sparsity:.1%})"
         lines.append(total)
+        tiles = {(site.implementation, *site.tile) for site in self.sites if site.tile is not None}
+        lines += [f"run by {name}, in tiles of {rows} rows and {keys} keys" for name, rows, keys in sorted(tiles, key=str)]
         return "\n".join([*lines, *_shown_runs(self.runs), *map(str, self.unmatched), *self.notes])
 
 
