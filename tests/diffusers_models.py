@@ -527,8 +527,8 @@ CASES = [
         lambda draw, rows: {
             "hidden_states": _video(draw, rows),
             "timestep": T,
-            "encoder_hidden_states": draw(1, TEXT, 16),
-            "encoder_attention_mask": padding_mask(40),
+            "encoder_hidden_states": draw(1, 2 * TEXT, 16),
+            "encoder_attention_mask": padding_mask(TEXT, size=2 * TEXT),  # whole groups: a padded row has a vote in its group
         },
         mask="encoder_attention_mask",
     ),
