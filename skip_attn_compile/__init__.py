@@ -9,8 +9,10 @@ __version__ = "0.1.0"
 
 # Eagerly: some of these functions share a name with the module they come from, and must be set after it.
 from skip_attn_compile.backend import backend, report
+from skip_attn_compile.calibrate import calibrate
 from skip_attn_compile.capture import capture
 from skip_attn_compile.functional import skip_softmax_attention
+from skip_attn_compile.measurement import Measurement
 from skip_attn_compile.pipeline import CompiledPipeline, compile_pipeline
 from skip_attn_compile.plan import plan
 from skip_attn_compile.schedule import ScheduleTable, cutoff_for_dense_steps, dense_steps, schedule_table
@@ -19,11 +21,13 @@ from skip_attn_compile.timestep import TimestepSpec, timestep
 __all__ = [
     "Calibration",
     "CompiledPipeline",
+    "Measurement",
     "Rule",
     "ScheduleTable",
     "SkipConfig",
     "TimestepSpec",
     "backend",
+    "calibrate",
     "capture",
     "compile_pipeline",
     "cutoff_for_dense_steps",

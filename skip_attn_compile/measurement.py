@@ -68,15 +68,15 @@ class Measurement:
             MeasuredCurve(n, self.setup.thresholds, tuple(c / sum_[0] for c in sum_[1:])) for n, sum_ in sorted(sums.items()) if sum_[0]
         ]
 
-    def fit(self, component: str, *, site: str | None = None, up_to: float | None = None) -> Fit:
-        """The curve of a component, or of one layer. ValueError where the measurement cannot carry one."""
-        return fit(self.curves(component, site=site, up_to=up_to), tile=self.setup.tile, tile_order=self.setup.tile_order)
+    def fit(self, component: str, *, target: float | None = None, site: str | None = None, up_to: float | None = None) -> Fit:
+        """The curve of a component, or of one layer; near `target` if given. ValueError where the measurement cannot carry one."""
+        return fit(self.curves(component, site=site, up_to=up_to), tile=self.setup.tile, tile_order=self.setup.tile_order, target=target)
 
     def deviations(self, component: str, targets: Sequence[float], *, up_to: float | None = None) -> dict[int, list[float]]:
-        """Number of keys -> achieved minus asked share for each target, on the held-out items, or the fitted ones if none was held out."""
-        fitted = self.fit(component, up_to=up_to)
+        """Number of keys -> achieved minus asked share for each target, each with its curve; on held-out items, else on the fitted."""
+        fits = [self.fit(component, target=target, up_to=up_to) for target in targets]
         curves = self.curves(component, up_to=up_to, held_out=bool(self.counts[1]))
-        return {curve.kv_len: [fitted.deviation(curve, target) for target in targets] for curve in curves}
+        return {curve.kv_len: [f.deviation(curve, target) for f, target in zip(fits, targets, strict=True)] for curve in curves}
 
     def config(
         self, target_sparsity: float, *, disabled_until_timestep: float = 0.0, per_layer: bool | None = False, **fields: Any
@@ -86,17 +86,20 @@ class Measurement:
         per_layer: a curve for each layer; None: for the layers where that is nearer to the target on held-out items.
         Raises ValueError for a target that lambda = 1 does not reach, with the share that it does reach.
         """
-        up_to = disabled_until_timestep or None
         given = tuple(fields.pop("rules", ()))
         configs = {}
         for component in self.components:
-            fitted = self.fit(component, up_to=up_to)
-            if target_sparsity > fitted.reach:
+            up_to = disabled_until_timestep or None
+            if not self.curves(component, up_to=up_to):  # the gate leaves nothing of this component: any curve serves
+                up_to = None
+            reach = min(curve.share_at(1.0) for curve in self.curves(component, up_to=up_to))
+            if target_sparsity > reach:
                 where = f" in {component}" if component else ""
                 raise ValueError(
-                    f"target_sparsity={target_sparsity:g} is beyond reach{where}: lambda = 1, the most there is, skips {fitted.reach:.1%}"
-                    f" of the tiles; ask for at most {math.floor(100 * fitted.reach) / 100:g}"
+                    f"target_sparsity={target_sparsity:g} is beyond reach{where}: lambda = 1, the most there is, skips {reach:.1%}"
+                    f" of the tiles; ask for at most {math.floor(100 * reach) / 100:g}"
                 )
+            fitted = self.fit(component, target=target_sparsity, up_to=up_to)
             low, high = fitted.calibration.sparsity_range or (0.0, 1.0)
             if not low <= target_sparsity <= high:
                 log.warning(
@@ -122,7 +125,7 @@ class Measurement:
         rules = []
         for site in self.sites(component):
             try:
-                own = self.fit(component, site=site, up_to=up_to)
+                own = self.fit(component, target=target, site=site, up_to=up_to)
             except ValueError:  # too flat for a curve of its own
                 continue
             curves = self.curves(component, site=site, up_to=up_to, held_out=bool(self.counts[1]))

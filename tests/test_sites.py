@@ -109,6 +109,17 @@ def test_a_symbolic_length_stays_symbolic() -> None:
     assert isinstance(site.kv_len, torch.SymInt)
 
 
+def _dispatch(q: torch.Tensor, dropout_p: float = 0.0) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, q, q, dropout_p=dropout_p)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+def test_a_number_that_dynamic_shapes_make_symbolic_is_the_constant_it_is(dropout_p: float) -> None:
+    """Most attention of diffusers passes through a function with such a default."""
+    (site,) = captured(lambda q, p: _dispatch(q, dropout_p=p), Q, dropout_p, dynamic=True)
+    assert site.arguments["dropout_p"] == dropout_p
+
+
 def test_dtype_is_that_of_the_result_under_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         (site,) = captured(lambda q: F.scaled_dot_product_attention(q, q, q), Q)

@@ -1,0 +1,234 @@
+"""Calibration: a known law is found again, counts are those of serving, targets are met on other inputs, and nothing is lost on the way."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from models import TOKENS, dit, skip_config, tokens
+from pipelines import run as run_pipeline
+from pipelines import wan22
+from skip_attn_compile import Measurement, SkipConfig, backend, calibrate
+from skip_attn_compile.fit import MeasuredCurve, fit
+from tiny_wan.sampling import load_model, sample
+
+THRESHOLDS = tuple(10 ** (-6 + 6 * n / 31) for n in range(32))
+SETUP = {"tile": (64, 128), "tile_order": "ascending"}
+
+
+def law(a: float, b: float, kv_len: int, noise: float = 0.0) -> MeasuredCurve:
+    shares = (math.log(t * kv_len / a) / b + noise * (-1) ** n for n, t in enumerate(THRESHOLDS))
+    return MeasuredCurve(kv_len, THRESHOLDS, tuple(min(max(s, 0.0), 1.0) for s in shares))
+
+
+# The fit
+
+
+@pytest.mark.parametrize("target", [None, 0.3, 0.7])
+@pytest.mark.parametrize(("a", "b"), [(2822.62, 4.388), (7.93, 8.61), (0.5, 14.0)])
+def test_a_known_law_is_found_again_within_one_percent(a: float, b: float, target: float | None) -> None:
+    found = fit([law(a, b, 75600, 1e-4), law(a, b, 8192, 1e-4)], target=target, **SETUP)
+    assert found.calibration.a == pytest.approx(a, rel=0.01)
+    assert found.calibration.b == pytest.approx(b, rel=0.01)
+    assert found.r2 > 0.999
+    assert max(map(abs, found.residuals)) < 0.002
+    assert found.calibration.kv_lens == (8192, 75600)
+    assert (found.calibration.tile, found.calibration.tile_order) == ((64, 128), "ascending")
+    low, high = found.calibration.sparsity_range
+    assert 0.02 <= low < high <= 0.95
+    if target is not None:
+        assert target - 0.2 <= low < target < high <= target + 0.2
+
+
+def test_a_curve_that_follows_no_law_is_met_near_the_target() -> None:
+    bent = MeasuredCurve(4096, THRESHOLDS, tuple(0.6 * (n / 31) ** 4 for n in range(32)))
+    assert max(abs(fit([bent], target=s, **SETUP).deviation(bent, s)) for s in (0.1, 0.3, 0.5)) < 0.02
+    assert max(abs(fit([bent], **SETUP).deviation(bent, s)) for s in (0.1, 0.3, 0.5)) > 0.03
+
+
+def test_reach_is_what_lambda_one_skips() -> None:
+    assert fit([law(2822.62, 4.388, 75600)], **SETUP).reach == pytest.approx(math.log(75600 / 2822.62) / 4.388)
+
+
+@pytest.mark.parametrize(
+    ("shares", "text"),
+    [
+        (
+            [0.0] * 32,
+            "at least 5 points with shares of 2% to 95%, got 0 .*even lambda = 1 skips next to nothing: calibrate at longer sequences",
+        ),
+        ([0.99] * 32, "every lambda skips nearly all: add smaller thresholds"),
+        ([0.0] * 28 + [0.1, 0.2, 0.3, 0.4], "got 4 .*give more thresholds between those measured"),
+        ([0.5] * 32, "needs shares that grow with lambda, got 32 points whose shares do not"),
+    ],
+)
+def test_what_cannot_carry_a_curve_is_refused_with_what_to_collect(shares: list[float], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        fit([MeasuredCurve(4096, THRESHOLDS, tuple(shares))], **SETUP)
+    with pytest.raises(ValueError, match="got 0"):
+        fit([], **SETUP)
+
+
+# The run
+
+ALL = {"min_kv_len": 0, "progress": False}
+
+
+def test_counts_are_those_of_serving_at_each_threshold() -> None:
+    model = dit(2, cross=True)
+    thresholds = (1e-3, 0.1, 0.5, 1.0)
+    measurement = calibrate(
+        model, lambda seed: model(tokens(seed=seed), tokens(seed=9)), [0], thresholds=thresholds, tile_order="own_first", **ALL
+    )
+    before = model(tokens(), tokens(seed=9))
+    for number, threshold in enumerate(thresholds):
+        be = backend(skip_config(threshold, tile_order="own_first"), inner="eager")
+        torch.compile(model, backend=be)(tokens(), tokens(seed=9))
+        served = {site.name: (site.visited, site.skipped) for site in be.report().sites}
+        assert {cell.site: (c[0], c[1 + number]) for cell, c in measurement.counts[0].items()} == served
+        torch.compiler.reset()
+    assert {cell.kv_len for cell in measurement.counts[0]} == {TOKENS}
+    assert torch.equal(model(tokens(), tokens(seed=9)), before), "the model is as it was"
+    assert not model._forward_pre_hooks
+
+
+def test_only_what_is_asked_for_is_measured() -> None:
+    model = dit(3)
+    measurement = calibrate(model, lambda: model(tokens()), ignore=("blocks.0.*",), include=("blocks.*",), **ALL)
+    assert measurement.sites("") == ["blocks.1.attn1", "blocks.2.attn1"]
+    with pytest.raises(ValueError, match="measured no attention call: the model made none with at least 1024 keys"):
+        calibrate(model, lambda: model(tokens()), progress=False)
+
+
+def test_an_interrupted_run_resumes_without_loss(tmp_path: Path) -> None:
+    model, state = dit(2), tmp_path / "state.json"
+    whole = calibrate(model, lambda seed: model(tokens(seed=seed)), range(4), **ALL)
+    ran: list[int] = []
+    interruptions = [2]
+
+    def run(seed: int) -> None:
+        if seed in interruptions:
+            model(tokens(seed=interruptions.pop()))
+            raise KeyboardInterrupt
+        ran.append(seed)
+        model(tokens(seed=seed))
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, run, range(4), state=state, **ALL)
+    assert not model._forward_pre_hooks
+    resumed = calibrate(model, run, range(4), state=state, **ALL)
+    assert ran == [0, 1, 2, 3]
+    assert resumed == whole == Measurement.load(state)
+    assert calibrate(model, run, range(4), state=state, **ALL) == whole, "all done: nothing runs"
+    assert ran == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="state.json holds another calibration, 32 thresholds .* ascending, this one is .* own_first"):
+        calibrate(model, run, range(4), state=state, tile_order="own_first", **ALL)
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"skip_attn_compile_measurement": 9}', "null"])
+def test_a_broken_state_file_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="state.json must be a measurement written by calibrate"):
+        Measurement.load(path)
+
+
+def test_a_failed_item_is_not_counted() -> None:
+    model = dit(1)
+
+    def run(item: int) -> None:
+        model(tokens())
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        calibrate(model, run, [1], **ALL)
+    assert not model._forward_pre_hooks
+
+
+def test_wrong_arguments_are_named() -> None:
+    model = dit(1)
+    run = lambda: model(tokens())
+    for keywords, text in [
+        ({"thresholds": [0.5, 0.1]}, r"ascending lambdas in \(0, 1\], got \[0.5, 0.1\]"),
+        ({"thresholds": [0.0, 0.1]}, "ascending lambdas"),
+        ({"thresholds": [n / 40 for n in range(1, 41)]}, "1 to 32 ascending lambdas"),
+        ({"tile_order": "own"}, "tile_order must be one of"),
+        ({"tile": (64,)}, "tile"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            calibrate(model, run, progress=False, **keywords)
+    with pytest.raises(ValueError, match="calibrate needs a diffusers pipeline, got str"):
+        calibrate("model", run)
+    model.compile(backend="eager")
+    with pytest.raises(ValueError, match="needs an uncompiled model, Dit is compiled; measure first"):
+        calibrate(model, run)
+
+
+# Targets
+
+
+def test_a_pipeline_of_two_experts_gets_a_curve_each_by_step() -> None:
+    pipe = wan22()
+    measurement = calibrate(pipe, lambda seed: run_pipeline(pipe, steps=6, seed=seed), [0, 1], tile_order="own_first", **ALL)
+    assert measurement.components == ["transformer", "transformer_2"]
+    levels = {
+        name: sorted(c.t for c in measurement.counts[0] if c.component == name and c.site == "blocks.0.attn1")
+        for name in measurement.components
+    }
+    assert min(levels["transformer"]) > max(levels["transformer_2"]), "the experts share the schedule"
+    assert len(levels["transformer"]) + len(levels["transformer_2"]) == 6
+    everywhere = measurement.curves("transformer")
+    late = measurement.curves("transformer", up_to=0.9)
+    assert everywhere != late
+    configs = measurement.config(0.05, disabled_until_timestep=0.9, min_kv_len=0)
+    assert list(configs) == ["transformer", "transformer_2"]
+    assert all(config.disabled_until_timestep == 0.9 and config.tile_order == "own_first" for config in configs.values())
+    for name, written in measurement.to_checkpoint(0.05, min_kv_len=0).items():
+        read = SkipConfig.from_checkpoint(json.loads(json.dumps(written)))
+        assert read.calibration == measurement.fit(name, target=0.05).calibration
+        assert read.calibration.tile_order == "own_first"
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[nn.Module, Measurement]:
+    """Two videos of four frames, 1,024 tokens; one is fitted, the other held out."""
+    model = load_model()
+    run = lambda seed: sample(model, torch.tensor([[3, 11, 7, 12]]), steps=3, frames=4, seed=seed)
+    return model, calibrate(model, run, range(2), tile_order="own_first", progress=False)
+
+
+def test_targets_are_met_on_other_videos_within_three_points(trained: tuple[nn.Module, Measurement]) -> None:
+    model, measurement = trained
+    targets = [0.1, 0.2, 0.3, 0.4]
+    for deviations in measurement.deviations("", targets).values():
+        assert max(map(abs, deviations)) < 0.03
+    config = measurement.config(0.3)
+    be = backend(config, inner="eager", model=model)
+    compiled = torch.compile(model, backend=be)
+    sample(compiled, torch.tensor([[3, 11, 7, 12]]), steps=3, frames=4, seed=7)
+    assert be.report().sparsity == pytest.approx(0.3, abs=0.03)
+    assert not any("fitted at tiles" in reason for site in be.report().sites for reason in site.reasons)
+
+
+def test_a_target_beyond_reach_is_refused_with_what_is_reachable(trained: tuple[nn.Module, Measurement]) -> None:
+    _, measurement = trained
+    reach = measurement.fit("").reach
+    assert 0.4 < reach < 0.7
+    with pytest.raises(
+        ValueError, match=rf"target_sparsity=0.8 is beyond reach: lambda = 1, the most there is, skips {reach:.1%}.*ask for at most"
+    ):
+        measurement.config(0.8)
+    assert "lambda = 1 skips" in str(measurement)
+    assert "deviation on held-out items" in str(measurement)
+
+
+def test_a_curve_for_each_layer_where_that_is_nearer(trained: tuple[nn.Module, Measurement]) -> None:
+    _, measurement = trained
+    assert measurement.config(0.3).rules == ()
+    always, chosen = measurement.config(0.3, per_layer=True), measurement.config(0.3, per_layer=None)
+    assert {rule.pattern for rule in chosen.rules} <= {rule.pattern for rule in always.rules} <= {f"blocks.{n}.attn1" for n in range(8)}
+    assert len(always.rules) >= 4
