@@ -147,7 +147,7 @@ def attention_kernel(
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         else:
             s = tl.zeros([BLOCK_Q, TILE_K], tl.float32)
-            for chunk in tl.static_range(CHUNKS_D):
+            for chunk in range(CHUNKS_D):
                 d, width = chunk * BLOCK_D, head_dim - chunk * BLOCK_D
                 q = load_tile(query + d * query_stride[3], query_stride, row0, q_len, width, BLOCK_Q, BLOCK_D, True, CHECK_D)
                 k = load_tile(key + d * key_stride[3], key_stride, col0, kv_len, width, TILE_K, BLOCK_D, CHECK_KEYS, CHECK_D)
