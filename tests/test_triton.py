@@ -254,6 +254,12 @@ def test_what_it_does_not_take_is_a_value_error() -> None:
         attend(Inputs(wide, wide, wide, torch.tensor(0.1), None, None))
     with pytest.raises(ValueError, match="number of heads"):
         attend(inputs._replace(value=inputs.value.expand(-1, 2, -1, -1)))
+    with pytest.raises(ValueError, match="threshold must be float32"):
+        attend(inputs._replace(threshold=inputs.threshold.double()))
+    with pytest.raises(ValueError, match="key must be torch.float32"):
+        attend(inputs._replace(key=inputs.key.half()))
+    with pytest.raises(ValueError, match="attn_mask must be boolean"):
+        attend(inputs._replace(attn_mask=torch.ones(520).int()))
 
 
 def test_serves_a_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
