@@ -142,9 +142,11 @@ def test_value_of_skipped_tiles_is_not_read() -> None:
     assert counts.tolist() == [[[10, 6]]]
 
 
+@pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("threshold", [0.0, 0.1])
-def test_masked_tiles_are_passed_over(threshold: float) -> None:
-    inputs = steps(threshold=threshold)._replace(attn_mask=(torch.arange(640) // 128 != 1).view(1, 1, 1, 640))
+def test_masked_tiles_are_passed_over(threshold: float, added: bool) -> None:
+    keep = (torch.arange(640) // 128 != 1).view(1, 1, 1, 640)
+    inputs = steps(threshold=threshold)._replace(attn_mask=torch.where(keep, 0.0, -math.inf) if added else keep)
     inputs.key[:, :, 128:256] = math.nan
     inputs.value[:, :, 128:256] = math.nan
     out, _, counts = attend(inputs)
