@@ -11,7 +11,8 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= .ci/constraints.txt
 DEMO_ARGS ?=
-PYTEST_ARGS ?=
+# Two processes: the suite is mostly Python that compiles, which one core does at a time; more need 1.5 GB each.
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 # No part of the suite or the demo asks a model hub for anything.
 export HF_HUB_OFFLINE ?= 1

@@ -113,6 +113,7 @@ def test_on_a_gpu_without_a_library_the_reason_reaches_the_caller(
 ) -> None:
     """By name it is an error; under "auto" the reference runs in its place, and the log says both."""
     monkeypatch.setattr(build, "unavailable", lambda: "there is no nvcc")
+    monkeypatch.setattr("skip_attn_compile.kernels.triton.find_spec", lambda _: None)  # which else would serve
     problem = kernels.Problem("cuda", (9, 0), torch.bfloat16, 128, 128, "none", False, False, "ascending", True)
     reason = "sm90 is unavailable: there is no nvcc"
     assert kernels.choose(problem, "sm90") == [reason]
@@ -123,5 +124,6 @@ def test_on_a_gpu_without_a_library_the_reason_reaches_the_caller(
     for _ in range(2):
         ops._warn_slow(problem)
     assert [record.getMessage() for record in caplog.records] == [
-        f"skip-softmax attention runs on the slow reference implementation: {reason}; reference serves cuda only when asked for by name"
+        f"skip-softmax attention runs on the slow reference implementation: {reason}; triton is unavailable: the package triton is not"
+        " installed; pip install triton; reference serves cuda only when asked for by name"
     ]

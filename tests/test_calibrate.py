@@ -173,7 +173,9 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_a_pipeline_of_two_experts_gets_a_curve_each_by_step() -> None:
     pipe = wan22()
-    measurement = calibrate(pipe, lambda seed: run_pipeline(pipe, steps=6, seed=seed), [0, 1], tile_order="own_first", **ALL)
+    run = lambda seed: run_pipeline(pipe, steps=6, seed=seed)
+    thresholds = [n / 32 for n in range(1, 33)]  # random weights skip little, and only at large lambdas
+    measurement = calibrate(pipe, run, [0, 1], thresholds=thresholds, tile_order="own_first", ignore=("*.attn2",), **ALL)
     assert measurement.components == ["transformer", "transformer_2"]
     levels = {
         name: sorted(c.t for c in measurement.counts[0] if c.component == name and c.site == "blocks.0.attn1")
@@ -184,12 +186,12 @@ def test_a_pipeline_of_two_experts_gets_a_curve_each_by_step() -> None:
     everywhere = measurement.curves("transformer")
     late = measurement.curves("transformer", up_to=0.9)
     assert everywhere != late
-    configs = measurement.config(0.05, disabled_until_timestep=0.9, min_kv_len=0)
+    configs = measurement.config(0.04, disabled_until_timestep=0.9, min_kv_len=0)
     assert list(configs) == ["transformer", "transformer_2"]
     assert all(config.disabled_until_timestep == 0.9 and config.tile_order == "own_first" for config in configs.values())
-    for name, written in measurement.to_checkpoint(0.05, min_kv_len=0).items():
+    for name, written in measurement.to_checkpoint(0.04, min_kv_len=0).items():
         read = SkipConfig.from_checkpoint(json.loads(json.dumps(written)))
-        assert read.calibration == measurement.fit(name, target=0.05).calibration
+        assert read.calibration == measurement.fit(name, target=0.04).calibration
         assert read.calibration.tile_order == "own_first"
 
 

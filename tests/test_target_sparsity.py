@@ -126,7 +126,7 @@ def test_update_that_would_need_a_recompile_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({}, "either threshold or target_sparsity"),
+        ({}, "needs threshold, target_sparsity or disabled_until_timestep, got none"),
         ({"threshold": 0.1, "target_sparsity": 0.1}, "either threshold or target_sparsity"),
         ({"threshold": -1.0}, "threshold must be finite and >= 0, got -1.0"),
         ({"target_sparsity": 1.5}, r"target_sparsity must be in \[0, 1\]"),

@@ -1,7 +1,7 @@
 """The Triton kernel in Triton's interpreter, on the CPU: counts as the reference has them, values within rounding, nothing read in vain.
 
-`conftest.py` asks for the interpreter where there is no GPU; `gpu/test_triton.py` runs the compiled kernel. The last tests compile it for
-GPUs that are not here.
+`conftest.py` asks for the interpreter where there is no GPU; `gpu/test_triton_kernel.py` runs the compiled kernel. The last tests compile
+it for GPUs that are not here.
 """
 
 import dataclasses
