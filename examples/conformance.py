@@ -10,6 +10,7 @@ is 1. The configurations are in tests/diffusers_models.py; a class without one i
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -63,7 +64,8 @@ def line(row: dict[str, Any]) -> str:
         cells = [row["model"], row["way"], *[""] * 8, "; ".join(row["faults"])]
     else:
         visited, skipped = (sum(column) for column in zip((0, 0), *row["tiles"].values(), strict=True))
-        reasons = sorted({reason.split(" [")[0] for reasons in row["kept"].values() for reason in reasons})
+        shown = lambda reason: re.sub(r" \[[^]]*\]", "", reason).split(",")[0]  # without shapes
+        reasons = sorted({shown(reason) for reasons in row["kept"].values() for reason in reasons})
         cells = [
             row["model"],
             row["way"],
