@@ -14,19 +14,18 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from skip_attn_compile.config import TILE_ORDERS, SkipConfig
-from skip_attn_compile.fit import is_ascending
+from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.gate import Gate
+from skip_attn_compile.layers import is_compiled
 from skip_attn_compile.measure import MOST_THRESHOLDS
 from skip_attn_compile.measurement import Measurement, Setup
 from skip_attn_compile.observe import Observer
 from skip_attn_compile.pipeline import SchedulerLevel, denoisers
 from skip_attn_compile.rules import policy
 from skip_attn_compile.settings import Settings
-from skip_attn_compile.validate import check_ints, check_patterns
+from skip_attn_compile.validate import check_ints
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +61,8 @@ def calibrate(
     """
     models, schedule = _models(pipe_or_model)
     tile_q, tile_k = check_ints("tile", tile, 2)
-    setup = Setup(_check_thresholds(thresholds), _check_order(tile_order), (tile_q, tile_k))
-    select = SkipConfig(threshold=0.0, include=check_patterns("include", include), ignore=check_patterns("ignore", ignore))
+    select = SkipConfig(threshold=0.0, include=tuple(include), ignore=tuple(ignore), min_kv_len=min_kv_len, tile_order=tile_order)
+    setup = Setup(_check_thresholds(thresholds), tile_order, (tile_q, tile_k), select.include, select.ignore, min_kv_len)
     want = lambda layer, kv_len: kv_len >= min_kv_len and not policy(select, layer).reasons
     path = None if state is None else Path(state)
     measurement = Measurement.load(path) if path is not None and path.exists() else Measurement(setup)
@@ -72,7 +71,7 @@ def calibrate(
             f"{path} holds another calibration, {measurement.setup}, this one is {setup}; give another state file, or remove it"
         )
 
-    gate = Gate(Settings(SkipConfig(threshold=0.0, disabled_until_timestep=1.0)))
+    gate = Gate(Settings(SkipConfig(threshold=0.0, disabled_until_timestep=1.0), warns=False))  # reads t, decides nothing
     for model in models.values():
         gate.attach(model, None, schedule)
     observer = Observer(models, want, list(setup.thresholds), tile_order, setup.tile, gate)
@@ -103,7 +102,7 @@ def _models(pipe_or_model: Any) -> tuple[dict[str, nn.Module], Any]:
     else:
         models, schedule = denoisers(pipe_or_model, "calibrate"), SchedulerLevel(pipe_or_model)
     for name, model in models.items():
-        if isinstance(model, torch._dynamo.OptimizedModule) or any(m._compiled_call_impl is not None for m in model.modules()):
+        if is_compiled(model):
             raise ValueError(
                 f"calibrate needs an uncompiled model, {name or type(model).__name__} is compiled; measure first, then compile"
             )
@@ -112,15 +111,9 @@ def _models(pipe_or_model: Any) -> tuple[dict[str, nn.Module], Any]:
 
 def _check_thresholds(thresholds: Sequence[float]) -> tuple[float, ...]:
     values = tuple(float(t) for t in thresholds)
-    if not 1 <= len(values) <= MOST_THRESHOLDS or not all(0 < t <= 1 for t in values) or not is_ascending(values):
+    if not 1 <= len(values) <= MOST_THRESHOLDS or not all(0 < t <= 1 for t in values) or list(values) != sorted(set(values)):
         raise ValueError(f"thresholds must be 1 to {MOST_THRESHOLDS} ascending lambdas in (0, 1], got {list(thresholds)!r}")
     return values
-
-
-def _check_order(tile_order: str) -> str:
-    if tile_order not in TILE_ORDERS:
-        raise ValueError(f"tile_order must be one of {', '.join(TILE_ORDERS)}, got {tile_order!r}")
-    return tile_order
 
 
 def _bar(numbers: range, total: int, progress: bool) -> Iterable[int]:

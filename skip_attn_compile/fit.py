@@ -4,7 +4,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from skip_attn_compile.config import Calibration
 
@@ -118,7 +117,3 @@ def _too_few(curves: Sequence[MeasuredCurve], found: int) -> str:
         remedy = "give more thresholds between those measured, or more calls"
     needed = f"at least {FEWEST_POINTS} points with shares of {SHARES[0]:.0%} to {SHARES[1]:.0%}"
     return f"calibration needs {needed}, got {found} (shares {seen}); {remedy}"
-
-
-def is_ascending(values: Sequence[float]) -> bool:
-    return all(a < b for a, b in pairwise(values))

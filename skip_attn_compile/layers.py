@@ -186,6 +186,11 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Has torch.compile wrapped `model`, or compiled it or a part of it in place?"""
+    return isinstance(model, torch._dynamo.OptimizedModule) or any(m._compiled_call_impl is not None for m in model.modules())
+
+
 def forward_codes(model: nn.Module) -> list[CodeType]:
     """The code of a model's forward and of the decorators around it, outermost first: the frame that Dynamo compiles is one of them."""
     codes: list[CodeType] = []

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,20 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Setup:
+    """What was measured: fields as the arguments of `calibrate`."""
+
     thresholds: tuple[float, ...]
     tile_order: str
     tile: tuple[int, int]
+    include: tuple[str, ...]
+    ignore: tuple[str, ...]
+    min_kv_len: int
 
     def __str__(self) -> str:
         low, high = self.thresholds[0], self.thresholds[-1]
-        return f"{len(self.thresholds)} thresholds from {low:.3g} to {high:.3g}, tiles {self.tile}, {self.tile_order}"
+        where = f"{', '.join(self.include)}" + f" without {', '.join(self.ignore)}" * bool(self.ignore)
+        tiles = f"tiles {self.tile}, {self.tile_order}, {self.min_kv_len} keys or more"
+        return f"{len(self.thresholds)} thresholds from {low:.3g} to {high:.3g}, {tiles}, layers {where}"
 
 
 @dataclass
@@ -54,23 +61,26 @@ class Measurement:
     def components(self) -> list[str]:
         return list(dict.fromkeys(cell.component for cell in self.counts[0]))
 
-    def sites(self, component: str) -> list[str]:
-        return list(dict.fromkeys(cell.site for cell in self.counts[0] if cell.component == component))
+    def layers(self, component: str) -> list[str]:
+        """Paths of the measured attention modules. A layer's second, third ... call counts with its first: a Rule holds for all."""
+        return list(dict.fromkeys(cell.layer for cell in self.counts[0] if cell.component == component))
 
-    def curves(self, component: str, *, site: str | None = None, up_to: float | None = None, held_out: bool = False) -> list[MeasuredCurve]:
+    def curves(
+        self, component: str, *, layer: str | None = None, up_to: float | None = None, held_out: bool = False
+    ) -> list[MeasuredCurve]:
         """Share against threshold, one curve for each number of keys. up_to: only calls at noise levels t <= up_to, those a gate leaves."""
         sums: dict[int, list[int]] = defaultdict(lambda: [0] * (1 + len(self.setup.thresholds)))
         for cell, counts in self.counts[held_out].items():
             sparse = up_to is None or cell.t is None or cell.t <= up_to
-            if cell.component == component and site in (None, cell.site) and sparse:
+            if cell.component == component and layer in (None, cell.layer) and sparse:
                 sums[cell.kv_len] = [a + b for a, b in zip(sums[cell.kv_len], counts, strict=True)]
         return [
             MeasuredCurve(n, self.setup.thresholds, tuple(c / sum_[0] for c in sum_[1:])) for n, sum_ in sorted(sums.items()) if sum_[0]
         ]
 
-    def fit(self, component: str, *, target: float | None = None, site: str | None = None, up_to: float | None = None) -> Fit:
+    def fit(self, component: str, *, target: float | None = None, layer: str | None = None, up_to: float | None = None) -> Fit:
         """The curve of a component, or of one layer; near `target` if given. ValueError where the measurement cannot carry one."""
-        return fit(self.curves(component, site=site, up_to=up_to), tile=self.setup.tile, tile_order=self.setup.tile_order, target=target)
+        return fit(self.curves(component, layer=layer, up_to=up_to), tile=self.setup.tile, tile_order=self.setup.tile_order, target=target)
 
     def deviations(self, component: str, targets: Sequence[float], *, up_to: float | None = None) -> dict[int, list[float]]:
         """Number of keys -> achieved minus asked share for each target, each with its curve; on held-out items, else on the fitted."""
@@ -83,9 +93,11 @@ class Measurement:
     ) -> SkipConfig | dict[str, SkipConfig]:
         """A config that skips `target_sparsity` of the tiles in the calls that the gate leaves; for a pipeline a dict by component.
 
+        fields: of SkipConfig; include, ignore and min_kv_len are those that were measured, unless given.
         per_layer: a curve for each layer; None: for the layers where that is nearer to the target on held-out items.
         Raises ValueError for a target that lambda = 1 does not reach, with the share that it does reach.
         """
+        fields = {"include": self.setup.include, "ignore": self.setup.ignore, "min_kv_len": self.setup.min_kv_len, **fields}
         given = tuple(fields.pop("rules", ()))
         configs = {}
         for component in self.components:
@@ -123,15 +135,16 @@ class Measurement:
 
     def _rules(self, component: str, whole: Fit, target: float, up_to: float | None, *, always: bool) -> list[Rule]:
         rules = []
-        for site in self.sites(component):
+        for layer in self.layers(component):
             try:
-                own = self.fit(component, target=target, site=site, up_to=up_to)
-            except ValueError:  # too flat for a curve of its own
+                own = self.fit(component, target=target, layer=layer, up_to=up_to)
+            except ValueError as reason:
+                log.info("%s has no curve of its own and takes its component's: %s", layer, reason)
                 continue
-            curves = self.curves(component, site=site, up_to=up_to, held_out=bool(self.counts[1]))
+            curves = self.curves(component, layer=layer, up_to=up_to, held_out=bool(self.counts[1]))
             error = lambda f: max(abs(f.deviation(curve, target)) for curve in curves)  # noqa: B023
             if always or error(own) < error(whole):
-                rules.append(Rule(LayerName(component, site.split("#")[0]).full, calibration=own.calibration))
+                rules.append(Rule(LayerName(component, layer).full, calibration=own.calibration))
         return rules
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -139,9 +152,7 @@ class Measurement:
         path = Path(path)
         data = {
             "skip_attn_compile_measurement": _FORMAT,
-            "thresholds": list(self.setup.thresholds),
-            "tile_order": self.setup.tile_order,
-            "tile": list(self.setup.tile),
+            "setup": asdict(self.setup),
             "items": self.items,
             "fitted": [[c.component, c.site, c.kv_len, c.t, counts] for c, counts in self.counts[0].items()],
             "held_out": [[c.component, c.site, c.kv_len, c.t, counts] for c, counts in self.counts[1].items()],
@@ -158,7 +169,8 @@ class Measurement:
             data = json.loads(Path(path).read_text())
             if data["skip_attn_compile_measurement"] != _FORMAT:
                 raise ValueError(f"format {data['skip_attn_compile_measurement']!r}")
-            setup = Setup(tuple(data["thresholds"]), data["tile_order"], (data["tile"][0], data["tile"][1]))
+            given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data["setup"].items()}
+            setup = Setup(**given)
             counts = tuple({Cell(*row[:4]): row[4] for row in data[key]} for key in ("fitted", "held_out"))
             if any(len(row) != 1 + len(setup.thresholds) for part in counts for row in part.values()):
                 raise ValueError("counts of another length than its thresholds")

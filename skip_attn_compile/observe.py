@@ -34,6 +34,10 @@ class Cell:
     kv_len: int
     t: float | None
 
+    @property
+    def layer(self) -> str:
+        return self.site.split("#")[0]
+
 
 @dataclass
 class _Call:
@@ -136,7 +140,7 @@ class Observer(TorchFunctionMode):
         if dropout_p:
             return "dropout_p must be 0: put the model into eval() mode"
         if mask_kind(attn_mask) == "general":
-            return "its mask is not a key mask, and serving keeps such calls dense"
+            return "its mask is not a key mask [batch|1, 1, 1, keys]"
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             return "a gradient is needed: run under torch.no_grad()"
         return None

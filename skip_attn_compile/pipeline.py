@@ -15,7 +15,7 @@ from skip_attn_compile.backend import Inner, SkipBackend
 from skip_attn_compile.capture import Capture
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.frames import self_of
-from skip_attn_compile.layers import forward_codes
+from skip_attn_compile.layers import forward_codes, is_compiled
 from skip_attn_compile.report import Report, UnmatchedPattern
 from skip_attn_compile.schedule import level_tensor
 from skip_attn_compile.summary import at_recompile_limit
@@ -97,7 +97,9 @@ class CompiledPipeline:
         return combined
 
     def update(self, **operating_point: float | None) -> None:
-        """As `SkipBackend.update`, for every component; where one refuses, none is changed."""
+        """As `SkipBackend.update`, for every component; where one refuses, none is changed. ValueError after `uncompile`."""
+        if not self._compiled:
+            raise ValueError("update cannot take effect: the pipeline was uncompiled; compile_pipeline compiles it again")
         updated = {name: backend._updated(**operating_point) for name, backend in self.backends.items()}
         for name, backend in self.backends.items():
             backend._use(updated[name])
@@ -157,7 +159,7 @@ def _configs(models: Mapping[str, nn.Module], config: Configs, pipe: Any) -> dic
 
 
 def _check_compilable(name: str, model: nn.Module, regional: bool) -> None:
-    if isinstance(model, torch._dynamo.OptimizedModule) or any(m._compiled_call_impl is not None for m in model.modules()):
+    if is_compiled(model):
         raise ValueError(
             f"{name} is compiled already; call .uncompile() on the handle of compile_pipeline, or take the pipeline's own model"
         )

@@ -11,8 +11,9 @@ log = logging.getLogger(__name__)
 class Settings:
     """`version` tells a graph that its control rows are out of date."""
 
-    def __init__(self, config: SkipConfig) -> None:
+    def __init__(self, config: SkipConfig, warns: bool = True) -> None:
         self.config = config
+        self._warns = warns
         self.version = 0
         self._warned: set[tuple[object, ...]] = set()
         self._lock = threading.Lock()
@@ -29,4 +30,5 @@ class Settings:
             if identity in self._warned:
                 return
             self._warned.add(identity)
-        log.warning(message, *args)
+        if self._warns:
+            log.warning(message, *args)

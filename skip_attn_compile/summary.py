@@ -7,6 +7,7 @@ from types import CodeType
 
 import torch
 
+from skip_attn_compile import kernels
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.layers import Candidate, Frame, KnownModel, KnownModels, LayerName, is_within, join
 from skip_attn_compile.live import ATTACH, GraphRecord
@@ -63,6 +64,7 @@ def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: Know
         report.notes.append(seen_in + nothing * (not graphs))
     if graphs:
         report.notes += _in_no_graph(seen, models)
+    report.notes += dict.fromkeys(kernels.failures())
     report.notes += at_recompile_limit({frame.code: frame.function for graph in graphs for frame in graph.frames})
     return report
 

@@ -98,7 +98,7 @@ def test_counts_are_those_of_serving_at_each_threshold() -> None:
 def test_only_what_is_asked_for_is_measured() -> None:
     model = dit(3)
     measurement = calibrate(model, lambda: model(tokens()), ignore=("blocks.0.*",), include=("blocks.*",), **ALL)
-    assert measurement.sites("") == ["blocks.1.attn1", "blocks.2.attn1"]
+    assert measurement.layers("") == ["blocks.1.attn1", "blocks.2.attn1"]
     with pytest.raises(ValueError, match="measured no attention call: the model made none with at least 1024 keys"):
         calibrate(model, lambda: model(tokens()), progress=False)
 
@@ -124,8 +124,10 @@ def test_an_interrupted_run_resumes_without_loss(tmp_path: Path) -> None:
     assert resumed == whole == Measurement.load(state)
     assert calibrate(model, run, range(4), state=state, **ALL) == whole, "all done: nothing runs"
     assert ran == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="state.json holds another calibration, 32 thresholds .* ascending, this one is .* own_first"):
+    with pytest.raises(ValueError, match="state.json holds another calibration, 32 thresholds .* ascending, .*this one is .* own_first"):
         calibrate(model, run, range(4), state=state, tile_order="own_first", **ALL)
+    with pytest.raises(ValueError, match="layers \\* without blocks.0.\\*"):
+        calibrate(model, run, range(4), state=state, ignore=("blocks.0.*",), **ALL)
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
 
 
@@ -188,6 +190,7 @@ def test_a_pipeline_of_two_experts_gets_a_curve_each_by_step() -> None:
     assert everywhere != late
     configs = measurement.config(0.04, disabled_until_timestep=0.9, min_kv_len=0)
     assert list(configs) == ["transformer", "transformer_2"]
+    assert all(config.ignore == ("*.attn2",) for config in configs.values()), "what was not measured is not served"
     assert all(config.disabled_until_timestep == 0.9 and config.tile_order == "own_first" for config in configs.values())
     for name, written in measurement.to_checkpoint(0.04, min_kv_len=0).items():
         read = SkipConfig.from_checkpoint(json.loads(json.dumps(written)))

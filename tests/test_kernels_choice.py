@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from skip_attn_compile import SkipConfig, kernels, ops
+from skip_attn_compile import SkipConfig, backend, kernels, ops
 from skip_attn_compile.config import IMPLEMENTATIONS
 from skip_attn_compile.kernels import Problem, choose, reference, sm90, triton
 from skip_attn_compile.reference import reference_attention
@@ -141,6 +141,8 @@ def test_one_that_does_not_load_gives_way_to_the_next_for_good(monkeypatch: pyte
     assert (broken.loads, broken.runs) == (1, 0)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning == ("implementation 'broken' could not be started, attention runs on the next one: OSError: libcuda.so: wrong ELF class")
+    report = str(backend(SkipConfig(threshold=0.1)).report())
+    assert "broken could not be started, so the next implementation ran in its place: OSError: libcuda.so: wrong ELF class" in report
 
 
 def test_one_that_fails_on_a_problem_still_serves_others(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -353,6 +353,8 @@ def test_uncompiling_twice_and_compiling_again() -> None:
     first.uncompile()
     run(pipe, steps=2)
     assert (first.report().visited, second.report().skipped > 0) == (0, True)
+    with pytest.raises(ValueError, match="update cannot take effect: the pipeline was uncompiled"):
+        first.update(threshold=0.5)
 
 
 def test_types_and_attributes_stay_what_they_are() -> None:

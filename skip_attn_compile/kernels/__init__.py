@@ -170,6 +170,11 @@ def start(implementation: Implementation, problem: Problem, name: str, run: Call
     return True
 
 
+def failures() -> list[str]:
+    """Which implementations could not be started so far, in this process, and why."""
+    return [f"{name} could not be started, so the next implementation ran in its place: {cause}" for (name, _), cause in _failures.items()]
+
+
 def mask_kind(mask: Tensor | None) -> str:
     """ "none", "key" (broadcastable from [B,1,1,Skv]) or "general" (anything else that broadcasts to [B,Hq,Sq,Skv])."""
     if mask is None:
