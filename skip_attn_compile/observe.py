@@ -1,11 +1,12 @@
 """Measuring a model while it runs as it is: each scaled_dot_product_attention call goes through `measure`, dense, and is counted.
 
 In eager PyTorch, through a torch function mode, so that every model can be measured, however its graphs would look. The counts stay on the
-device until an item is done, and are then added to histograms whose size depends on the model and the schedule, not on how much is run.
+device for a while, and are then added to histograms whose size depends on the model and the schedule, not on how much is run.
 """
 
 import contextlib
 import threading
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from skip_attn_compile.layers import KnownModels, LayerName
 from skip_attn_compile.measure import measure
 
 Want = Callable[[LayerName, int], bool]  # (layer, number of keys) -> is the call measured?
+
+
+_MOST_CALLS = 4096  # that wait on a device: a pipeline of 40 layers and 50 steps waits once, a loop over many prompts stays small
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,10 @@ class _Call:
     counts: Tensor  # int64 [1 + n] on the call's device
 
 
-class Observer(TorchFunctionMode):
-    """While it is entered, in this thread. `take` gives the counts of all calls since the last time, by cell."""
+class Watcher(TorchFunctionMode):
+    """While it is entered, in this thread: `attend` runs the attention calls that `want` wants, PyTorch all others."""
 
-    def __init__(
-        self, models: Mapping[str, nn.Module], want: Want, thresholds: list[float], tile_order: str, tile: tuple[int, int], gate: Gate
-    ) -> None:
+    def __init__(self, models: Mapping[str, nn.Module], want: Want, gate: Gate) -> None:
         super().__init__()
         self._names: dict[nn.Module, LayerName] = {}
         known = KnownModels()
@@ -62,15 +64,26 @@ class Observer(TorchFunctionMode):
                 self._names.setdefault(module, LayerName(component, path))
         self._roots = set(models.values())
         self._want, self._gate = want, gate
-        self._thresholds, self._tile_order, self._tile = thresholds, tile_order, tile
-        self._on_device: dict[torch.device, Tensor] = {}
         self._running: list[LayerName] = []
         self._repeats: Counter[LayerName] = Counter()
-        self._calls: list[_Call] = []
-        self.kept: Counter[str] = Counter()  # reasons for calls of measured layers that could not be measured
+        self.kept: Counter[str] = Counter()  # reasons for calls of wanted layers that only PyTorch can run
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: LayerName,
+        repeat: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        """The output of one call. repeat: how many calls of the layer came before it, in this call of the model."""
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator["Observer"]:
+    def watching(self) -> Iterator[None]:
         """Enter, with the hooks that tell which module is running."""
         thread = threading.get_ident()
 
@@ -87,7 +100,7 @@ class Observer(TorchFunctionMode):
         hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
         try:
             with self:
-                yield self
+                yield
         finally:
             self._running.clear()
             for hook in hooks:
@@ -122,15 +135,7 @@ class Observer(TorchFunctionMode):
             return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if torch.is_autocast_enabled(query.device.type):
             query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-        if query.device not in self._on_device:
-            self._on_device[query.device] = torch.tensor(self._thresholds, dtype=torch.float32, device=query.device)
-        out, counts = measure(
-            query, key, value, self._on_device[query.device], attn_mask, None, is_causal, scale, self._tile_order, *self._tile
-        )
-        site = layer.path if repeat == 0 else f"{layer.path}#{repeat}"
-        level = self._gate.running_level()
-        self._calls.append(_Call(layer.component, site, _kv_len(key, attn_mask), level, counts.sum((0, 1), dtype=torch.int64)))
-        return out
+        return self.attend(layer, repeat, query, key, value, attn_mask, is_causal, scale)
 
     def _reason(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float) -> str | None:
         if not query.dim() == key.dim() == value.dim() == 4:
@@ -145,15 +150,55 @@ class Observer(TorchFunctionMode):
             return "a gradient is needed: run under torch.no_grad()"
         return None
 
+
+class Observer(Watcher):
+    """`take` gives the counts of all calls since the last time, by cell."""
+
+    def __init__(
+        self, models: Mapping[str, nn.Module], want: Want, thresholds: list[float], tile_order: str, tile: tuple[int, int], gate: Gate
+    ) -> None:
+        super().__init__(models, want, gate)
+        self._thresholds, self._tile_order, self._tile = thresholds, tile_order, tile
+        self._on_device: dict[torch.device, Tensor] = {}
+        self._calls: list[_Call] = []
+        self._found: dict[Cell, list[int]] = {}
+
+    def attend(
+        self,
+        layer: LayerName,
+        repeat: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        if query.device not in self._on_device:
+            self._on_device[query.device] = torch.tensor(self._thresholds, dtype=torch.float32, device=query.device)
+        out, counts = measure(
+            query, key, value, self._on_device[query.device], attn_mask, None, is_causal, scale, self._tile_order, *self._tile
+        )
+        site = layer.path if repeat == 0 else f"{layer.path}#{repeat}"
+        level = self._gate.running_level()
+        self._calls.append(_Call(layer.component, site, _kv_len(key, attn_mask), level, counts.sum((0, 1), dtype=torch.int64)))
+        if len(self._calls) >= _MOST_CALLS:
+            self._fold()
+        return out
+
     def take(self) -> dict[Cell, list[int]]:
+        self._fold()
+        found, self._found = self._found, {}
+        return found
+
+    def _fold(self) -> None:
+        """The calls into their histograms: the one place that waits for the device."""
         calls, self._calls = self._calls, []
-        found: dict[Cell, list[int]] = {}
         for call in calls:
             t = None if call.t is None else round(float(call.t), 2)
             cell = Cell(call.component, call.site, round(float(call.kv_len)), t)
-            counts = call.counts.tolist()
-            found[cell] = [a + b for a, b in zip(found[cell], counts, strict=True)] if cell in found else counts
-        return found
+            counts, before = call.counts.tolist(), self._found.get(cell)
+            self._found[cell] = counts if before is None else [a + b for a, b in zip(before, counts, strict=True)]
 
 
 def _kv_len(key: Tensor, attn_mask: Tensor | None) -> int | Tensor:
