@@ -5,13 +5,19 @@
 A skipped tile never raises a running maximum, so which tiles a lambda skips does not depend on what was skipped before: one dense pass
 measures every lambda. Shapes as in ops.py; thresholds float32 [n], 1 to 32 of them; out is exactly dense; counts int32 [B,Hq,1+n] are tiles
 visited, and tiles that each lambda would skip. The tiles are the caller's: those of the kernel that will serve, or 128 x 128 in ascending
-order to compare with ModelOpt's curves.
+order to compare with ModelOpt's curves. It runs on the first implementation that serves such attention and measures such tiles, which is
+the one that will serve where that measures; the reference, which measures any, comes last.
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from skip_attn_compile.ops import check_inputs, output_stride
+from skip_attn_compile.ops import check_inputs, output_stride, problem_of, start
+
+if TYPE_CHECKING:
+    from skip_attn_compile.kernels import Implementation
 
 MOST_THRESHOLDS = 32
 
@@ -38,26 +44,17 @@ def _measure(
     tile_q: int,
     tile_k: int,
 ) -> tuple[Tensor, Tensor]:
-    from skip_attn_compile.reference import reference_attention
-
     _check(query, key, value, thresholds, attn_mask, query_mask, tile_q, tile_k)
-    out, counts = _empty(query, value, thresholds)
-    _, _, counts = reference_attention(
-        query,
-        key,
-        value,
-        thresholds.new_zeros(()),
-        attn_mask,
-        query_mask,
-        is_causal=is_causal,
-        scale=scale,
-        tile_order=tile_order,
-        tile_q=tile_q,
-        tile_k=tile_k,
-        out=out,
-        trials=thresholds,
-    )
-    return out, counts
+    results = _empty(query, value, thresholds)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+
+    def run(by: "Implementation") -> None:
+        assert by.measure is not None  # else it were not chosen
+        by.measure(query, key, value, thresholds, attn_mask, query_mask, results, is_causal, scale, tile_order, (tile_q, tile_k))
+
+    problem = problem_of(query, key, value, attn_mask, query_mask is not None, is_causal, tile_order)
+    start(problem._replace(measured_tile=(tile_q, tile_k)), "auto", run)
+    return results
 
 
 @torch.library.register_fake("skip_attn_compile::measure", lib=_library)

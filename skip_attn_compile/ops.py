@@ -171,8 +171,10 @@ def _attention(
         try:
             plan.run(query, key, value, threshold, attn_mask, query_mask, results, is_causal, scale, tile_order)
             return results
-        except Exception:  # key, value or a mask is not what this implementation takes, or it failed: another may run, or we can say more
+        except ValueError:  # key, value or a mask is not what this implementation takes: another may, or we can say more
             pass
+        except Exception:  # it failed
+            _plans.pop(call, None)
     return _start(call, query, key, value, threshold, attn_mask, query_mask, is_causal, scale, tile_order, implementation)
 
 
@@ -189,23 +191,16 @@ def _start(
     tile_order: str,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Check and run a call of a new kind. Under "auto" an implementation that cannot be started gives way to the next one."""
-    from skip_attn_compile import kernels
-
+    """Check and run a call of a new kind."""
     check_inputs(query, key, value, threshold, attn_mask, query_mask)
-    layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in empty_results(query, value, torch.device("meta"))]
-    while True:
-        chosen, problem = _choose(query, key, value, attn_mask, query_mask is not None, is_causal, tile_order, implementation)
-        plan = _Plan(chosen.run, *layouts)
-        results = _allocate(plan, query.get_device())
-        run = partial(plan.run, query, key, value, threshold, attn_mask, query_mask, results, is_causal, scale, tile_order)
-        if kernels.start(chosen, problem, implementation, run):
-            break
-        _plans.pop(call, None)
+    results = empty_results(query, value, query.device)
+    problem = problem_of(query, key, value, attn_mask, query_mask is not None, is_causal, tile_order)
+    run = lambda by: by.run(query, key, value, threshold, attn_mask, query_mask, results, is_causal, scale, tile_order)
+    chosen = start(problem, implementation, run)
     if chosen.checks_arguments and call not in _plans:  # what runs the rule is not forgotten for an exception
         if len(_plans) >= _PLANS_KEPT:
             _plans.clear()
-        _plans[call] = plan
+        _plans[call] = _Plan(chosen.run, *((tuple(x.shape), x.stride(), x.dtype) for x in results))
     return results
 
 
@@ -226,28 +221,32 @@ def _allocate(plan: _Plan, device: int) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, counts
 
 
-def _choose(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    query_mask: bool,
-    is_causal: bool,
-    tile_order: str,
-    implementation: str,
-) -> "tuple[Implementation, Problem]":
-    """What runs a call, and which problem it is; ValueError where nothing can. Logs where a call falls back to the reference."""
+def problem_of(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, query_mask: bool, is_causal: bool, tile_order: str
+) -> "Problem":
+    """The problem of a call with real tensors: where they start is known, too."""
     from skip_attn_compile import kernels
 
     problem = kernels.Problem.of(query, key, value, attn_mask, query_mask, is_causal, tile_order)
     starts = query.data_ptr() | key.data_ptr() | value.data_ptr()
-    problem = problem._replace(aligned=problem.aligned and starts % 16 == 0)
-    chosen = kernels.choose(problem, implementation, explicit_call=True)
-    if isinstance(chosen, list):
-        raise ValueError(f"implementation {implementation!r} cannot run this attention: {'; '.join(chosen) or 'no such implementation'}")
-    if chosen.name == "reference" and implementation == "auto" and problem.device_type != "cpu":
-        _warn_slow(problem)
-    return chosen, problem
+    return problem._replace(aligned=problem.aligned and starts % 16 == 0)
+
+
+def start(problem: "Problem", name: str, run: "Callable[[Implementation], None]") -> "Implementation":
+    """Run the implementation that serves `problem`, and return it. Logs where that is the reference though it is a kernel's work.
+
+    name: "auto", under which one that cannot be started gives way to the next, or an implementation's. ValueError where nothing serves.
+    """
+    from skip_attn_compile import kernels
+
+    while True:
+        chosen = kernels.choose(problem, name, explicit_call=True)
+        if isinstance(chosen, list):
+            raise ValueError(f"implementation {name!r} cannot run this attention: {'; '.join(chosen) or 'no such implementation'}")
+        if chosen.name == "reference" and name == "auto" and problem.device_type != "cpu":
+            _warn_slow(problem)
+        if kernels.start(chosen, problem, name, partial(run, chosen)):
+            return chosen
 
 
 @lru_cache(maxsize=256)

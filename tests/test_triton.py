@@ -81,6 +81,39 @@ def run_case(case: Case) -> Tensor:
     return check(case.inputs(), is_causal=case.causal, scale=case.scale, tile_order=case.tile_order)
 
 
+TRIALS = torch.tensor([math.nan, 0.0, 1e-6, 1e-3, 0.05, 0.3, 0.7, 1.0, 2.0])
+
+
+def check_measure(case: Case, trials: Tensor = TRIALS, tile_q: int = 64) -> Tensor:
+    """Kernel and reference measure the same call; returns the counts, summed: [visited, skipped at each of `trials`]."""
+    inputs = case.inputs()
+    _, _, _, _, attn_mask, query_mask = inputs
+    out, _, _ = ops.empty_results(inputs.query, inputs.value, inputs.query.device)
+    counts = torch.full((*out.shape[:2], 1 + len(trials)), -7, dtype=torch.int32)
+    arguments = (
+        *inputs[:3],
+        trials,
+        attn_mask,
+        query_mask,
+        (out.fill_(math.nan), counts),
+        case.causal,
+        case.scale,
+        case.tile_order,
+    )
+    implementation.measure(*arguments, (tile_q, 128))
+    options = {"is_causal": case.causal, "scale": case.scale, "tile_order": case.tile_order}
+    wide = (x.float() for x in inputs[:3])
+    zero = torch.tensor(0.0)
+    _, _, want = reference_attention(*wide, zero, attn_mask, query_mask, **options, tile_q=tile_q, trials=trials)
+    assert torch.equal(counts, want)
+    dense = attend(inputs._replace(threshold=zero), **options)[0]
+    if tile_q == 64:
+        assert torch.equal(out, dense)
+    else:  # larger groups may begin elsewhere: the same, rounded in another order
+        assert_within(out, dense.float(), 4 * torch.finfo(out.dtype).eps * float(inputs.value[inputs.value.isfinite()].abs().max()))
+    return counts.sum((0, 1))
+
+
 def served(case: Case) -> bool:
     return (case.tile_q, case.tile_k) == (64, 128) and case.dtype != torch.float64 and not case.mask.startswith("general")
 
@@ -107,6 +140,12 @@ def test_cases_match_the_reference(case: Case) -> None:
         run_case(dataclasses.replace(case, tile_order=order))
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_measured_counts_are_those_of_the_reference(case: Case) -> None:
+    order = ORDERS[len(case.name) % 2]
+    check_measure(dataclasses.replace(case, tile_order=order), tile_q=(64, 128)[len(case.name) // 2 % 2])
+
+
 SMALL = Case("small", B=1, Hq=1, Hkv=1, Sq=129, Skv=520)
 
 
@@ -123,6 +162,51 @@ def test_threshold_zero_is_dense_attention(mask: str) -> None:
     out = attend(inputs)[0]
     exact = F.scaled_dot_product_attention(*(x.double() for x in inputs[:3]), inputs.attn_mask, scale=0.25)
     assert_within(out[0], exact[0], 1e-5)
+
+
+@pytest.mark.parametrize("mask", ["none", "key_bool"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_one_measurement_counts_as_one_run_for_each_lambda(mask: str, order: str) -> None:
+    case = dataclasses.replace(SMALL, mask=mask, tile_order=order)
+    counts = check_measure(case)
+    for number, threshold in enumerate(TRIALS):
+        visited, skipped = attend(case.inputs()._replace(threshold=threshold), tile_order=order)[2].sum((0, 1))
+        assert (visited, skipped) == (counts[0], counts[1 + number])
+    _, _, fewest, *_, most, beyond = counts[1:].tolist()
+    assert fewest < most == beyond < counts[0]
+
+
+@pytest.mark.parametrize("number", [1, 2, 31, 32])
+def test_any_number_of_lambdas(number: int) -> None:
+    counts = check_measure(dataclasses.replace(SMALL, Hq=2), torch.logspace(-4, 0, number))
+    assert len(counts) == 1 + number
+
+
+def test_lambdas_need_not_be_contiguous() -> None:
+    check_measure(SMALL, torch.logspace(-3, 0, 8)[::2])
+
+
+@pytest.mark.parametrize("where", ["query", "key"])
+def test_nan_objects_to_every_lambda(where: str) -> None:
+    inputs = steps()
+    (inputs.query if where == "query" else inputs.key)[0, 0, 100, 3] = math.nan
+    out, counts = torch.empty(1, 1, 128, 16), torch.empty(1, 1, 3, dtype=torch.int32)
+    lambdas = torch.tensor([0.1, 1.0])
+    implementation.measure(*inputs[:3], lambdas, None, None, (out, counts), False, 0.25, "ascending", (64, 128))
+    _, _, want = reference_attention(*inputs[:3], torch.tensor(0.0), scale=0.25, trials=lambdas)
+    assert torch.equal(counts, want)
+    assert counts[0, 0, 1] == {"query": 3, "key": 0}[where]
+
+
+def test_measuring_reads_no_value_of_a_masked_tile() -> None:
+    keep = (torch.arange(640) // 128 != 1).view(1, 1, 1, 640)
+    inputs = steps()._replace(attn_mask=keep)
+    inputs.value[:, :, 128:256] = math.nan
+    for tile_q in (64, 128):
+        out, counts = torch.empty(1, 1, 128, 16), torch.empty(1, 1, 2, dtype=torch.int32)
+        implementation.measure(*inputs[:3], torch.tensor([0.1]), keep, None, (out, counts), False, 0.25, "ascending", (tile_q, 128))
+        assert out.isfinite().all()
+        assert counts.tolist() == [[[4 * 128 // tile_q, 2 * 128 // tile_q]]]
 
 
 def steps(**fields: object) -> Inputs:

@@ -20,6 +20,12 @@ RunAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor |
 """(query, key, value, threshold, attn_mask, query_mask, (out, lse, counts), is_causal, scale, tile_order), shapes as in ops.py.
 
 Writes out, lse and counts, which the operator allocates."""
+RunMeasure = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, tuple[Tensor, Tensor], bool, float, str, tuple[int, int]], None
+]
+"""(query, key, value, thresholds, attn_mask, query_mask, (out, counts), is_causal, scale, tile_order, tile), shapes as in measure.py.
+
+Writes out and counts. The operator allocates them, and has checked the arguments."""
 
 
 class Problem(NamedTuple):
@@ -35,6 +41,7 @@ class Problem(NamedTuple):
     is_causal: bool
     tile_order: str
     aligned: bool  # unit last stride, all other strides and the offset multiples of 16 bytes
+    measured_tile: tuple[int, int] | None = None  # (rows, keys) that `measure` is to count; None: attention
 
     @staticmethod
     def of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, query_mask: bool, is_causal: bool, tile_order: str) -> "Problem":
@@ -76,6 +83,8 @@ class Implementation:
     # the operator checks a kind of query once, not at every call.
     checks_arguments: bool = False
     lambda_on_host: bool = False
+    measure: RunMeasure | None = None
+    measured_tiles: tuple[tuple[int, int], ...] | None = ()  # (rows, keys) that it counts; None: any
 
     def not_supported_reasons(self, problem: Problem) -> list[str]:
         """Every reason why this implementation cannot serve `problem`; empty means it can."""
@@ -97,6 +106,11 @@ class Implementation:
             reasons.append(f"{self.name} takes tile_order {_names(self.tile_orders)}, not {problem.tile_order}")
         if self.needs_alignment and not problem.aligned:
             reasons.append(f"{self.name} needs a unit last stride and all other strides and offsets in multiples of 16 bytes")
+        if problem.measured_tile is not None and self.measure is None:
+            reasons.append(f"{self.name} does not measure")
+        elif problem.measured_tile is not None and self.measured_tiles is not None and problem.measured_tile not in self.measured_tiles:
+            tiles = ", ".join(f"{rows} x {keys}" for rows, keys in self.measured_tiles)
+            reasons.append(f"{self.name} measures tiles of {tiles}, not {problem.measured_tile[0]} x {problem.measured_tile[1]}")
         if (failure := _failures.get((self.name, problem)) or _failures.get((self.name, None))) is not None:
             reasons.append(f"{self.name} failed before: {failure}")
         return reasons

@@ -41,6 +41,38 @@ def _run(
     counts.copy_(own_counts)
 
 
+def _measure(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    thresholds: Tensor,
+    attn_mask: Tensor | None,
+    query_mask: Tensor | None,
+    results: tuple[Tensor, Tensor],
+    is_causal: bool,
+    scale: float,
+    tile_order: str,
+    tile: tuple[int, int],
+) -> None:
+    out, counts = results
+    _, _, own_counts = reference_attention(
+        query,
+        key,
+        value,
+        thresholds.new_zeros(()),
+        attn_mask,
+        query_mask,
+        is_causal=is_causal,
+        scale=scale,
+        tile_order=tile_order,
+        tile_q=tile[0],
+        tile_k=tile[1],
+        out=out,
+        trials=thresholds,
+    )
+    counts.copy_(own_counts)
+
+
 IMPLEMENTATION = Implementation(
     name="reference",
     device_types=None,
@@ -51,4 +83,6 @@ IMPLEMENTATION = Implementation(
     head_dims=None,
     masks=("none", "key", "general"),
     run=_run,
+    measure=_measure,
+    measured_tiles=None,
 )

@@ -17,13 +17,23 @@ TILE_K = 128
 
 
 @cache
-def _attention() -> Any:  # a tvm_ffi.Function
-    """The library's entry point. Building the library, where none was carried along, takes a minute or two, once per machine."""
+def _library() -> Any:  # a tvm_ffi.Module
+    """Building the library, where none was carried along, takes a minute or two, once per machine."""
     import tvm_ffi
 
     from skip_attn_compile import build
 
-    return tvm_ffi.load_module(str(build.library())).attention
+    return tvm_ffi.load_module(str(build.library()))
+
+
+@cache
+def _attention() -> Any:  # a tvm_ffi.Function
+    return _library().attention
+
+
+@cache
+def _measure() -> Any:
+    return _library().measure
 
 
 def run(
@@ -40,6 +50,24 @@ def run(
 ) -> None:
     """Shapes as in `ops.py`; asynchronous, on the current stream of query's device."""
     _attention()(query, key, value, threshold, attn_mask, query_mask, *results, is_causal, scale, tile_order == "own_first")
+
+
+def measure(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    thresholds: Tensor,
+    attn_mask: Tensor | None,
+    query_mask: Tensor | None,
+    results: tuple[Tensor, Tensor],
+    is_causal: bool,
+    scale: float,
+    tile_order: str,
+    tile: tuple[int, int],
+) -> None:
+    """Shapes as in `measure.py`; asynchronous, like `run`."""
+    wide = tile[0] == 2 * TILE_Q
+    _measure()(query, key, value, thresholds, attn_mask, query_mask, *results, is_causal, scale, tile_order == "own_first", wide)
 
 
 def unavailable(problem: Problem) -> str | None:
@@ -67,4 +95,6 @@ IMPLEMENTATION = Implementation(
     unavailable=unavailable,
     needs_alignment=True,
     checks_arguments=True,
+    measure=None,  # `measure`, once the library has it
+    measured_tiles=((TILE_Q, TILE_K), (2 * TILE_Q, TILE_K)),
 )

@@ -1,5 +1,6 @@
 """Skip-softmax attention on every GPU that Triton compiles for. `triton_kernel.py` beside this is the kernel; here it is launched."""
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -36,6 +37,29 @@ def config(capability: tuple[int, int] | None, element_size: int, dim: int, vote
     if vote:
         return Config(64, 4, 2, 128)
     return Config(128, 8, 2, 128)
+
+
+class Launch(NamedTuple):
+    vote: bool  # as VOTE and WHICH of the kernel
+    which: str
+    config: Config
+
+
+def measuring(capability: tuple[int, int] | None, element_size: int, dim: int, tile_q: int, masked: bool) -> Launch:
+    """How to measure: in blocks of one group, of `tile_q` rows. Where a tile can be masked, V must wait for the vote."""
+    if tile_q == TILE_Q:  # V waits anyway: without tiles of V that are loaded ahead, two programs fit a multiprocessor
+        return Launch(True, "all", config(capability, element_size, dim, True))
+    if element_size == 4:
+        chosen = Config(tile_q, 8, 1, 32)
+    elif capability not in LARGE_SHARED_MEMORY:
+        chosen = Config(tile_q, 8, 1, 64)
+    else:
+        chosen = Config(tile_q, 8, 2 if dim <= 128 else 1, 128)
+    return Launch(masked, "all", chosen)
+
+
+def _capability(query: Tensor) -> tuple[int, int] | None:
+    return cuda_capability(query.device.index) if query.is_cuda else None
 
 
 @cache
@@ -82,7 +106,67 @@ def run(
     if not _fits(query, key, value, threshold, attn_mask, query_mask):
         check_inputs(query, key, value, threshold, attn_mask, query_mask)  # says what is wrong, in six times the time
         raise ValueError(f"attn_mask must be a key mask and head_dim at most {MAX_HEAD_DIM}")
-    out, lse, counts = results
+    known = _capability(query), query.element_size(), max(query.shape[3], value.shape[3])
+    votes, dense = config(*known, True), config(*known, False)
+    masked = attn_mask is not None or query_mask is not None or is_causal
+    launches = (Launch(True, "all", votes),) if masked else (Launch(True, "sparse", votes), Launch(False, "dense", dense))
+    _launch(launches, query, key, value, threshold, attn_mask, query_mask, *results, is_causal, scale, tile_order)
+
+
+def measure(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    thresholds: Tensor,
+    attn_mask: Tensor | None,
+    query_mask: Tensor | None,
+    results: tuple[Tensor, Tensor],
+    is_causal: bool,
+    scale: float,
+    tile_order: str,
+    tile: tuple[int, int],
+) -> None:
+    """Shapes as in `measure.py`; asynchronous, like `run`."""
+    out, counts = results
+    masked = attn_mask is not None or query_mask is not None or is_causal
+    launch = measuring(_capability(query), query.element_size(), max(query.shape[3], value.shape[3]), tile[0], masked)
+    _launch(
+        (launch,),
+        query,
+        key,
+        value,
+        thresholds,
+        attn_mask,
+        query_mask,
+        out,
+        out,
+        counts,
+        is_causal,
+        scale,
+        tile_order,
+        group=tile[0],
+        trials=len(thresholds),
+    )
+
+
+def _launch(
+    launches: Iterable[Launch],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    threshold: Tensor,
+    attn_mask: Tensor | None,
+    query_mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    counts: Tensor,
+    is_causal: bool,
+    scale: float,
+    tile_order: str,
+    group: int = TILE_Q,
+    trials: int = 0,
+) -> None:
+    """group, trials: as GROUP and TRIALS of the kernel."""
     batch, heads, rows, head_dim = query.shape
     kv_heads, keys, value_dim = value.shape[1:]
     padded = [max(16, 1 << (dim - 1).bit_length()) for dim in (head_dim, value_dim)]
@@ -92,11 +176,8 @@ def run(
     mask = "none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "add"
     key_mask = query if attn_mask is None else attn_mask.expand(batch, 1, 1, keys)
     row_mask = query if query_mask is None else query_mask.expand(batch, 1, rows, 1)
-    masked = attn_mask is not None or query_mask is not None or is_causal
-    capability = cuda_capability(query.device.index) if query.is_cuda else None
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
-        for vote, which in ((True, "all"),) if masked else ((True, "sparse"), (False, "dense")):
-            block_q, num_warps, num_stages, chunk = config(capability, query.element_size(), max(head_dim, value_dim), vote)
+        for vote, which, (block_q, num_warps, num_stages, chunk) in launches:
             block_d, block_dv = (min(dim, chunk) for dim in padded)
             _kernel()[(batch * heads * -(-rows // block_q), -(-value_dim // block_dv))](
                 query,
@@ -123,6 +204,7 @@ def run(
                 value_dim,
                 scale,
                 VOTE=vote,
+                TRIALS=trials,
                 WHICH=which,
                 MASK=mask,
                 QUERY_MASK=query_mask is not None,
@@ -130,6 +212,7 @@ def run(
                 OWN_FIRST=tile_order == "own_first",
                 SCALE_FIRST=mask == "add" or scale <= 0,
                 CHECK_KEYS=keys % TILE_K != 0,
+                GROUP=group,
                 BLOCK_Q=block_q,
                 BLOCK_D=block_d,
                 CHUNKS_D=-(-head_dim // block_d),
@@ -164,4 +247,6 @@ IMPLEMENTATION = Implementation(
     load=_kernel,
     unavailable=unavailable,
     checks_arguments=True,
+    measure=measure,
+    measured_tiles=((TILE_Q, TILE_K), (2 * TILE_Q, TILE_K)),
 )

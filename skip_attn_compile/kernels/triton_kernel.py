@@ -1,8 +1,8 @@
 """Skip-softmax attention in Triton. Imported at the first use, since it imports triton; `triton.py` beside it launches it.
 
 One program takes one block of query rows of one head over its key tiles in visiting order: one group of 64 rows, which votes; or, where
-nothing may be skipped, more. Where a tile of V is too large for shared memory, a program takes a chunk of V's dimensions; the programs of
-the other chunks decide alike.
+nothing may be skipped, more. To measure, it takes one group, skips nothing, and counts the tiles that each of up to 32 lambdas would skip.
+Where a tile of V is too large for shared memory, a program takes a chunk of V's dimensions; the programs of the other chunks decide alike.
 """
 
 # What Triton compiles has no types, and an `if` that it decides is not always one that it can merge with another.
@@ -12,9 +12,10 @@ the other chunks decide alike.
 import triton
 import triton.language as tl
 
-GROUP: tl.constexpr = tl.constexpr(64)  # query rows that vote together
 TILE_K: tl.constexpr = tl.constexpr(128)  # keys that are skipped together
 NONE: tl.constexpr = tl.constexpr(float("-inf"))  # the score of a masked key
+LEAST: tl.constexpr = tl.constexpr(-3.0e38)  # above NONE, below the log2 of every lambda but 0
+MOST_TRIALS: tl.constexpr = tl.constexpr(32)  # as MOST_THRESHOLDS of `measure.py`; a power of 2
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -50,16 +51,33 @@ def softmax_pv(s, m, m_new, l, acc, v, unit, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def clamped(threshold):
+    """lambda: at most 1; NaN and less than 0 act as 0."""
+    return tl.where(threshold > 0, tl.minimum(threshold, 1.0), 0.0)
+
+
+@triton.jit
+def tile_gap(tile_max, m_new, unit):
+    """max_i (tile_max[i] - m_new[i]) in log2 over the rows that have a key in the tile, NONE if no row has: lambda skips what is below.
+
+    NaN is 0 here: its row objects to every skip.
+    """
+    gap = (tile_max - m_new) * unit
+    gap = tl.where(gap <= 0, tl.maximum(gap, LEAST), 0.0)
+    return tl.max(tl.where(tile_max == NONE, NONE, gap))
+
+
+@triton.jit
 def attention_kernel(
     query,  # [B, Hq, Sq, D]
     key,  # [B, Hkv, Skv, D]
     value,  # [B, Hkv, Skv, Dv]
-    threshold,  # lambda, float32, by batch item
+    threshold,  # lambda, float32: by batch item; or TRIALS of them
     attn_mask,  # [B, Skv] int8 (0 masks) or floating point (added, -inf masks); unused where MASK is "none"
     query_mask,  # [B, Sq] int8; unused where not QUERY_MASK
     out,  # [B, Hq, Sq, Dv]
-    lse,  # float32 [B, Hq, Sq], contiguous
-    counts,  # int32 [B, Hq, 2], contiguous, zero before the first launch
+    lse,  # float32 [B, Hq, Sq], contiguous; unused where TRIALS
+    counts,  # int32 [B, Hq, 2 or 1 + TRIALS], contiguous, zero before the first launch
     query_stride,
     key_stride,
     value_stride,
@@ -75,6 +93,7 @@ def attention_kernel(
     value_dim,
     scale,
     VOTE: tl.constexpr,  # False: nothing is skipped, for calls without any mask
+    TRIALS: tl.constexpr,  # lambdas to count for, of which none is applied; 0: attention
     WHICH: tl.constexpr,  # "all" batch items, or only the "sparse" ones (lambda > 0), or only the "dense" ones
     MASK: tl.constexpr,  # "none" | "bool" | "add"
     QUERY_MASK: tl.constexpr,
@@ -82,7 +101,8 @@ def attention_kernel(
     OWN_FIRST: tl.constexpr,
     SCALE_FIRST: tl.constexpr,  # scores are scaled before they are compared; else (scale > 0) afterwards, which spares a multiplication
     CHECK_KEYS: tl.constexpr,  # kv_len is no multiple of TILE_K
-    BLOCK_Q: tl.constexpr,  # GROUP, or a multiple of it where not VOTE
+    GROUP: tl.constexpr,  # query rows that vote together
+    BLOCK_Q: tl.constexpr,  # GROUP, or in attention without VOTE a multiple of it
     BLOCK_D: tl.constexpr,  # dimensions of K that are loaded at a time, a power of 2
     CHUNKS_D: tl.constexpr,  # and how often
     BLOCK_DV: tl.constexpr,  # dimensions of V that a program takes
@@ -98,8 +118,13 @@ def attention_kernel(
     dim0 = tl.program_id(1) * BLOCK_DV
     value_dim -= dim0
 
-    lam = tl.load(threshold + item * threshold_stride)
-    lam = tl.where(lam > 0, tl.minimum(lam, 1.0), 0.0)  # NaN acts as 0
+    lam = 0.0
+    if TRIALS:
+        trial = tl.arange(0, MOST_TRIALS)
+        log2_trials = tl.log2(clamped(tl.load(threshold + trial * threshold_stride, mask=trial < TRIALS, other=0.0)))
+        would_skip = tl.zeros([MOST_TRIALS], tl.int32)
+    else:
+        lam = clamped(tl.load(threshold + item * threshold_stride))
     if WHICH == "sparse":
         if lam == 0:
             return
@@ -167,10 +192,16 @@ def attention_kernel(
         tile_max = tl.where(votes_of_row, tl.reduce(s, 1, max_or_nan), NONE)
         m_new = max_or_nan(m, tile_max)
 
+        if TRIALS:
+            gap = tile_gap(tile_max, m_new, unit)
+            would_skip += (tl.where(gap == NONE, 0.0, gap) < log2_trials).to(tl.int32)
         if VOTE:
             # 0: no row has a key here; 1: some have, and all agree to skip; 2: a row objects, by being near its maximum or NaN.
-            agrees = (tile_max - m_new) * unit < log2_lambda
-            verdict = tl.max(tl.where(tile_max == NONE, 0, tl.where(agrees, 1, 2)))  # with an axis Triton 3.7 fails on Blackwell
+            if TRIALS:
+                verdict = tl.where(gap == NONE, 0, 2)
+            else:
+                agrees = (tile_max - m_new) * unit < log2_lambda
+                verdict = tl.max(tl.where(tile_max == NONE, 0, tl.where(agrees, 1, 2)))  # with an axis Triton 3.7 fails on Blackwell
             visited += (verdict > 0).to(tl.int32)
             skipped += (verdict == 1).to(tl.int32)
             if verdict == 2:
@@ -190,9 +221,14 @@ def attention_kernel(
     tl.store(pointers, result.to(out.dtype.element_ty), mask=(row < q_len)[:, None] & (dim < value_dim)[None, :])
     if dim0 == 0:
         of_head = item * heads + head
-        tl.store(lse + of_head * q_len + row, tl.where(no_key, NONE, (m * unit + tl.log2(l)) / LOG2E), mask=row < q_len)
-        if VOTE:
-            tl.atomic_add(counts + of_head * 2 + 1, skipped, sem="relaxed")
+        if TRIALS:
+            of_head *= 1 + TRIALS
+            tl.atomic_add(counts + of_head + 1 + trial, would_skip, mask=trial < TRIALS, sem="relaxed")
         else:
+            tl.store(lse + of_head * q_len + row, tl.where(no_key, NONE, (m * unit + tl.log2(l)) / LOG2E), mask=row < q_len)
+            of_head *= 2
+            if VOTE:
+                tl.atomic_add(counts + of_head + 1, skipped, sem="relaxed")
+        if not VOTE:
             visited = tiles * tl.cdiv(tl.minimum(BLOCK_Q, q_len - row0), GROUP)
-        tl.atomic_add(counts + of_head * 2, visited, sem="relaxed")
+        tl.atomic_add(counts + of_head, visited, sem="relaxed")
