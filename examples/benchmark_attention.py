@@ -1,16 +1,17 @@
-"""Skip-softmax attention on a Hopper GPU, beside the dense attention that ships with PyTorch.
+"""Skip-softmax attention on a Hopper GPU, beside PyTorch's dense attention, and FlashInfer's skip-softmax attention where it is installed.
 
     python examples/benchmark_attention.py [--out examples/results/h200.json] [--quick]
 
 Inputs have the structure of a video transformer (local in space, returning every frame, a few sink tokens); lambda is chosen for a share
 of skipped tiles, and the share in the results is the one that the kernel counted. cuDNN and the kernel are timed in turn, block by block,
 so that both see the same temperature and clocks; a row gives the median of its blocks and their spread. `sustained`: the card is busy all
-the time and runs at its power limit. `burst`: half a second of rest before each block.
+the time and runs at its power limit. `burst`: half a second of rest before each block. FlashInfer gets the same lambda; it counts nothing.
 
 Writes JSON and, beside it, a picture of speedup against skipped share. Without a Hopper GPU: a message, exit status 2.
 """
 
 import argparse
+import importlib.util
 import json
 import math
 import statistics
@@ -58,6 +59,30 @@ class Shape:
                 return F.scaled_dot_product_attention(self.query, self.key, self.value)
 
         return call
+
+    def flashinfer(self) -> Callable[[], Tensor]:
+        """FlashInfer's kernel for this GPU at the present lambda, on copies, since it reads no strides."""
+        from flashinfer.prefill import trtllm_fmha_v2_prefill
+
+        packed = tuple(x.transpose(1, 2).flatten(0, 1).contiguous() for x in (self.query, self.key, self.value))
+        ends = torch.tensor([0, self.length], dtype=torch.int32, device="cuda")
+        given = {
+            "qkv": packed,
+            "input_layout": "SEPARATE_Q_K_V",
+            "workspace_buffer": torch.empty(128 << 20, dtype=torch.uint8, device="cuda"),
+            "seq_lens": ends[1:],
+            "max_q_len": self.length,
+            "max_kv_len": self.length,
+            "bmm1_scale": self.head_dim**-0.5,
+            "bmm2_scale": 1.0,
+            "batch_size": 1,
+            "cum_seq_lens_q": ends,
+            "cum_seq_lens_kv": ends,
+            "out": torch.empty_like(packed[0]),
+            "mask_mode": "padding",
+            "skip_softmax_threshold_scale_factor": float(self.threshold) * self.length,
+        }
+        return lambda: trtllm_fmha_v2_prefill(**given)
 
     def skipped(self) -> float:
         visited, skipped = self.ours()[2].sum((0, 1)).tolist()
@@ -115,6 +140,8 @@ def measure(shape: Shape, name: str, shares: Sequence[float], mode: str, rounds:
         threshold = shape.set_share(share)
         skipped = shape.skipped() if share else 0.0
         calls = {"sm90": shape.ours, **{key: shape.dense(backend) for key, backend in dense_calls.items() if key == "cudnn" or not share}}
+        if importlib.util.find_spec("flashinfer") is not None:
+            calls["flashinfer"] = shape.flashinfer()
         times = dict(zip(calls, time_in_turn(list(calls.values()), rounds, 0.5 if mode == "burst" else 0.0), strict=True))
         cudnn = statistics.median(times["cudnn"])
         for key, blocks in times.items():
@@ -128,10 +155,10 @@ def measure(shape: Shape, name: str, shares: Sequence[float], mode: str, rounds:
                 "Sq": shape.length,
                 "Skv": shape.length,
                 "D": shape.head_dim,
-                "lambda": threshold if key == "sm90" else None,
+                "lambda": threshold if key in ("sm90", "flashinfer") else None,
                 "tile_order": ORDER if key == "sm90" else None,
                 "causal": False,
-                "skipped": round(skipped, 4) if key == "sm90" else 0.0,
+                "skipped": round(skipped, 4) if key == "sm90" else None if key == "flashinfer" else 0.0,
                 "ms": round(ms, 4),
                 "spread": round((max(blocks) - min(blocks)) / ms, 4),
                 "tflops": round(shape.operations / ms * 1e-9, 1),
@@ -139,8 +166,9 @@ def measure(shape: Shape, name: str, shares: Sequence[float], mode: str, rounds:
                 "mode": mode,
             }
             rows.append(row)
+            counted = "not counted" if row["skipped"] is None else f"{row['skipped']:.1%}"
             print(
-                f"{name:14s} H{shape.heads} S{shape.length:<7d} D{shape.head_dim:<4d} {mode:9s} {key:6s} skipped {row['skipped']:6.1%}  "
+                f"{name:14s} H{shape.heads} S{shape.length:<7d} D{shape.head_dim:<4d} {mode:9s} {key:10s} skipped {counted:12s} "
                 f"{ms:9.3f} ms +-{row['spread']:5.1%}  {row['tflops']:7.1f} TFLOP/s  {row['ratio_cudnn']:.3f} x cuDNN",
                 flush=True,
             )

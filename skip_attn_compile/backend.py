@@ -18,7 +18,7 @@ from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.frames import frames_of_graph
 from skip_attn_compile.gate import Gate
 from skip_attn_compile.layers import Frame, KnownModels, LayerName, unwrap
-from skip_attn_compile.live import CompiledGraph, GraphRecord, new_control
+from skip_attn_compile.live import CompiledGraph, GraphRecord
 from skip_attn_compile.report import Report
 from skip_attn_compile.rewrite import copy_graph_module, rewrite
 from skip_attn_compile.rules import Decision, decide
@@ -172,8 +172,10 @@ class SkipBackend:
             return compiled
         rewritten = [sites[index] for index in record.rewritten]
         record.device = rewritten[0].query.device  # type: ignore[union-attr]
-        control = new_control(len(rewritten), record.device)
-        rewrite(work, rewritten, self.config, control)
+        on_host = [record.decisions[index].implementation.lambda_on_host for index in record.rewritten]  # type: ignore[union-attr]
+        record.lambda_on_host = any(on_host)
+        control = record.new_control()
+        rewrite(work, rewritten, on_host, self.config, control, record.device)
         with torch.compiler.config.patch(cache_key_tag=_cache_key_tag()):  # type: ignore[attr-defined]
             compiled = inner(work, [*example_inputs, control])
         self._remember(record)

@@ -19,7 +19,7 @@ from skip_attn_compile.validate import (
 )
 
 TILE_ORDERS = ("ascending", "own_first")
-IMPLEMENTATIONS = ("auto", "reference", "sm90", "triton")
+IMPLEMENTATIONS = ("auto", "reference", "sm90", "triton", "flashinfer")
 
 
 @dataclass(frozen=True)

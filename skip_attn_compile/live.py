@@ -20,6 +20,11 @@ CLAMPED = (
     " calibration curves are fitted below 1: use a lower target or calibrate at this length"
 )
 
+DEVICE_GATE = (
+    "%s: whether its noise level lies above disabled_until_timestep=%g is known on the device alone, but its attention takes lambda on the"
+    " host, so its calls are dense; give the level as a number, `with skip_attn_compile.timestep(t):`, or choose another implementation"
+)
+
 Callers = tuple[Candidate | None, ...]  # for each frame of a graph, the module that is calling
 
 
@@ -43,7 +48,8 @@ class GraphRecord:
 
     frames: list[Frame]
     decisions: list[Decision]  # of every site, in the graph's order
-    device: torch.device | None = None  # of control and counts; None where nothing was rewritten
+    device: torch.device | None = None  # of counts, and of control too unless some kernel takes lambda on the host; None: all kept
+    lambda_on_host: bool = False
     slots: dict[tuple[Callers, int], Slot] = field(default_factory=dict)
 
     @property
@@ -53,11 +59,10 @@ class GraphRecord:
     def frame_of(self, site: int) -> int:
         return next(n for n, frame in enumerate(self.frames) if site in frame.sites)
 
-
-def new_control(rows: int, device: torch.device | None) -> torch.Tensor:
-    """Zeros: dense. Not an inference tensor, which could not be written from outside inference mode later."""
-    with torch.inference_mode(False):
-        return torch.zeros((rows, 2), dtype=torch.float32, device=device)
+    def new_control(self) -> torch.Tensor:
+        """Zeros: dense. Not an inference tensor, which could not be written from outside inference mode later."""
+        with torch.inference_mode(False):
+            return torch.zeros((len(self.rewritten), 2), dtype=torch.float32, device="cpu" if self.lambda_on_host else self.device)
 
 
 class CompiledGraph:
@@ -74,7 +79,6 @@ class CompiledGraph:
     ) -> None:
         self._compiled, self._record = compiled, record
         self._settings, self._models, self._gate = settings, models, gate
-        self._device = record.device
         symbols = {n: x.node.expr for n, x in enumerate(example_inputs) if isinstance(x, torch.SymInt)}
         lengths = {site: length for site in record.rewritten if isinstance(length := record.decisions[site].host_kv_len, torch.SymInt)}
         used = {symbol for length in lengths.values() for symbol in length.node.expr.free_symbols}
@@ -97,10 +101,9 @@ class CompiledGraph:
         return result
 
     def _new_slot(self, callers: Callers) -> Slot:
-        rows = len(self._record.rewritten)
         with torch.inference_mode(False):
-            counts = torch.zeros((rows, 3), dtype=torch.int64, device=self._device)
-        return Slot(callers, new_control(rows, self._device), new_control(rows, self._device), counts)
+            counts = torch.zeros((len(self._record.rewritten), 3), dtype=torch.int64, device=self._record.device)
+        return Slot(callers, self._record.new_control(), self._record.new_control(), counts)
 
     def _control(self, slot: Slot, args: Sequence[object]) -> torch.Tensor:
         """The rows of the slot, or zeros where the gate says dense. A gate that only a device knows is applied there."""
@@ -108,6 +111,9 @@ class CompiledGraph:
             return slot.control
         dense = self._gate.dense(self._record.frames, slot.callers, args)
         if isinstance(dense, torch.Tensor):
+            if self._record.lambda_on_host and not dense.is_cpu:
+                self._settings.warn_once(DEVICE_GATE, self._record.frames[0].function, self._gate.cutoff, key=())
+                return slot.dense_control
             return slot.control.masked_fill(dense.to(slot.control.device, non_blocking=True), 0)
         return slot.dense_control if dense else slot.control
 

@@ -66,8 +66,20 @@ def _known(condition: "bool | torch.SymBool") -> bool:
     return guard_or_false(condition)
 
 
-def check_inputs(query: Tensor, key: Tensor, value: Tensor, threshold: Tensor, attn_mask: Tensor | None, query_mask: Tensor | None) -> None:
-    """Raise ValueError with contract, value and remedy where the tensors do not fit together."""
+def check_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    threshold: Tensor,
+    attn_mask: Tensor | None,
+    query_mask: Tensor | None,
+    *,
+    lambda_on_host: bool = False,
+) -> None:
+    """Raise ValueError with contract, value and remedy where the tensors do not fit together.
+
+    lambda_on_host: the threshold may be on the CPU, too.
+    """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _check_operand(name, tensor, query)
     batch, heads, rows, head_dim = query.shape
@@ -82,7 +94,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, threshold: Tensor, a
         lambda: f"query heads must be a multiple of key heads, got {heads} and {kv_heads}; repeat or drop key heads",
     )
     _check(
-        threshold.dtype == torch.float32 and threshold.device == query.device,
+        threshold.dtype == torch.float32 and (threshold.device == query.device or (lambda_on_host and threshold.is_cpu)),
         lambda: f"threshold must be float32 on {query.device}, got {threshold.dtype} on {threshold.device}; use .to(query.device).float()",
     )
     _check(
@@ -192,10 +204,16 @@ def _start(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Check and run a call of a new kind."""
-    check_inputs(query, key, value, threshold, attn_mask, query_mask)
+    check_inputs(query, key, value, threshold, attn_mask, query_mask, lambda_on_host=True)
     results = empty_results(query, value, query.device)
     problem = problem_of(query, key, value, attn_mask, query_mask is not None, is_causal, tile_order)
-    run = lambda by: by.run(query, key, value, threshold, attn_mask, query_mask, results, is_causal, scale, tile_order)
+    problem = problem._replace(lambda_on_host=threshold.is_cpu)
+
+    def run(by: "Implementation") -> None:
+        if not by.lambda_on_host:
+            check_inputs(query, key, value, threshold, attn_mask, query_mask)
+        by.run(query, key, value, threshold, attn_mask, query_mask, results, is_causal, scale, tile_order)
+
     chosen = start(problem, implementation, run)
     if chosen.checks_arguments and call not in _plans:  # what runs the rule is not forgotten for an exception
         if len(_plans) >= _PLANS_KEPT:
@@ -284,7 +302,7 @@ def _attention_fake(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _raise_if_gradient_needed(query, key, value, attn_mask)
-    check_inputs(query, key, value, threshold, attn_mask, query_mask)
+    check_inputs(query, key, value, threshold, attn_mask, query_mask, lambda_on_host=True)
     return empty_results(query, value, query.device)
 
 

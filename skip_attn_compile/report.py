@@ -77,12 +77,16 @@ class UnmatchedPattern:
 
 @dataclass
 class Report:
-    """Sites in call order; `str()` is a table, `to_dict()` and `to_json()` are for machines. runs: what the timestep gate did, in order."""
+    """Sites in call order; `str()` is a table, `to_dict()` and `to_json()` are for machines.
+
+    runs: what the timestep gate did, in order. implementations: by name, what each that serves a site publishes about itself.
+    """
 
     sites: list[SiteReport]
     unmatched: list[UnmatchedPattern] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
+    implementations: dict[str, str] = field(default_factory=dict)
     graphs: int = 0
 
     @property
@@ -111,6 +115,7 @@ class Report:
             "unmatched": [asdict(unmatched) for unmatched in self.unmatched],
             "notes": list(self.notes),
             "runs": [asdict(run) for run in self.runs],
+            "implementations": dict(self.implementations),
             "graphs": self.graphs,
             "visited": self.visited,
             "skipped": self.skipped,
@@ -130,8 +135,7 @@ class Report:
         if self.sparsity is not None:
             total += f" ({self.sparsity:.1%})"
         lines.append(total)
-        tiles = {(site.implementation, *site.tile) for site in self.sites if site.tile is not None}
-        lines += [f"run by {name}, in tiles of {rows} rows and {keys} keys" for name, rows, keys in sorted(tiles, key=str)]
+        lines += [f"run by {name}: {published}" for name, published in sorted(self.implementations.items())]
         return "\n".join([*lines, *_shown_runs(self.runs), *map(str, self.unmatched), *self.notes])
 
 

@@ -45,10 +45,26 @@ def copy_graph_module(gm: GraphModule) -> GraphModule:
     return copy
 
 
-def rewrite(gm: GraphModule, sites: Sequence[AttentionSite], config: SkipConfig, control: torch.Tensor) -> None:
-    """Replace `sites` by the operator, in place. `control`, float32 [n_sites, 2], is an example of the new last input."""
+def rewrite(
+    gm: GraphModule,
+    sites: Sequence[AttentionSite],
+    on_host: Sequence[bool],
+    config: SkipConfig,
+    control: torch.Tensor,
+    device: torch.device,
+) -> None:
+    """Replace `sites` by the operator, in place.
+
+    on_host: of each site, whether its kernel takes lambda on the host. control: float32 [n_sites, 2], an example of the new last input,
+    on the CPU if any does. device: where the counts are gathered.
+    """
     graph = gm.graph
-    lambdas = _Lambdas(graph, _add_control_input(graph, control), config.min_kv_len)
+    control_input = _add_control_input(graph, control)
+    lambdas = {control.device: _Lambdas(graph, control_input, config.min_kv_len)}
+    if control.device != device and not all(on_host):
+        with graph.inserting_after(control_input):
+            lambdas[device] = _Lambdas(graph, graph.call_method("to", (control_input, device)), config.min_kv_len)
+    places = [control.device if host else device for host in on_host]
     counts: list[Node] = []
     current: list[AttentionSite] = []
     replaced: dict[Node, Node] = {}
@@ -56,12 +72,15 @@ def rewrite(gm: GraphModule, sites: Sequence[AttentionSite], config: SkipConfig,
     for index, found in enumerate(sites):
         site = _with_current_arguments(graph, found, replaced, masks)
         current.append(site)
-        replaced[site.node], tiles = _replace(graph, site, lambdas.of(site, index), config, control.device)
+        threshold = lambdas[places[index]].of(site, index)
+        replaced[site.node], tiles = _replace(graph, site, threshold, on_host[index], config, device)
         counts.append(tiles)
     output = graph.output_node()
     with graph.inserting_before(output):
         tiles = graph.call_function(torch.stack, (counts,))
-        clamped = graph.call_function(torch.stack, ([lambdas.clamped(site, index) for index, site in enumerate(current)],))
+        of_sites = [lambdas[places[index]].clamped(site, index) for index, site in enumerate(current)]
+        of_sites = [x if place == device else graph.call_method("to", (x, device)) for x, place in zip(of_sites, places, strict=True)]
+        clamped = graph.call_function(torch.stack, (of_sites,))
         columns = [tiles, graph.call_function(torch.unsqueeze, (clamped, 1))]
         with_clamped = graph.call_function(torch.cat, (columns, 1))
     output.args = ((*output.args[0], with_clamped),)  # type: ignore[misc]
@@ -163,7 +182,9 @@ def _with_current_arguments(graph: Graph, site: AttentionSite, replaced: dict[No
     return dataclasses.replace(site, arguments=arguments, mask=None if site.key_mask is None else site.key_mask.example)
 
 
-def _replace(graph: Graph, site: AttentionSite, threshold: Node, config: SkipConfig, counts_device: torch.device) -> tuple[Node, Node]:
+def _replace(
+    graph: Graph, site: AttentionSite, threshold: Node, on_host: bool, config: SkipConfig, counts_device: torch.device
+) -> tuple[Node, Node]:
     """Put the operator in the place of one SDPA call; returns the nodes of its result and of its counts, int64 [2]."""
     node, arguments = site.node, site.arguments
     assert site.query is not None and site.dtype is not None
@@ -172,7 +193,7 @@ def _replace(graph: Graph, site: AttentionSite, threshold: Node, config: SkipCon
         mask = arguments["attn_mask"]
         if site.mask is not None and site.mask.dtype != torch.bool:
             mask = _cast(graph, mask, site.dtype)
-        if site.query.device != counts_device:
+        if site.query.device != counts_device and not on_host:
             threshold = graph.call_method("to", (threshold, site.query.device))
         options = (mask, arguments["query_mask"], arguments["is_causal"], arguments["scale"], config.tile_order, config.implementation)
         result = graph.call_function(attention, (query, key, value, threshold, *options))

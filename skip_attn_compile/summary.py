@@ -56,6 +56,8 @@ def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: Know
             unknown = SiteReport(UNKNOWN_LAYER, "dense now", (ATTACH,), visited=visited, skipped=skipped, clamped=clamped)
             add(UNKNOWN_LAYER, unknown)
     report = Report(list(rows.values()), graphs=len(graphs))
+    served_by = (decision.implementation for graph in graphs for decision in graph.decisions if not decision.kept)
+    report.implementations = {x.name: x.published for x in served_by if x is not None}
     if layers:  # else no layer has a name yet, and no pattern can have missed one
         report.unmatched = unmatched_patterns(config, list(layers))
     if not rows:
@@ -148,6 +150,8 @@ def _site_row(decision: Decision, layer: LayerName, config: SkipConfig, counts: 
     row.visited, row.skipped, clamped = counts
     row.clamped = clamped if asked.target_sparsity is not None else 0
     row.reasons += tuple(_remarks(row, asked, config))
+    if decision.implementation is not None and not decision.implementation.counts_tiles:
+        row.reasons += (f"{row.implementation} counts no tiles",)
     return row
 
 

@@ -49,7 +49,7 @@ blocks.2.attn2  kept       77            0               short: 77 keys < min_kv
 blocks.3.attn1  kept       512           0               rule 'blocks.3.attn1' says dense
 blocks.3.attn2  kept       77            0               short: 77 keys < min_kv_len 100
 8 sites (1 sparse, 1 dense now, 6 kept) in 1 graph; 33 of 128 tiles skipped (25.8%)
-run by reference, in tiles of 64 rows and 128 keys""",
+run by reference: tiles of 64 rows and 128 keys, ascending or own_first""",
         )
 
     def test_one_site(self) -> None:
@@ -59,7 +59,7 @@ run by reference, in tiles of 64 rows and 128 keys""",
 site            decision  keys  lambda  tiles  skipped  reasons
 blocks.0.attn1  sparse    512   0.3     64     25.0%
 1 site (1 sparse) in 1 graph; 16 of 64 tiles skipped (25.0%)
-run by reference, in tiles of 64 rows and 128 keys""",
+run by reference: tiles of 64 rows and 128 keys, ascending or own_first""",
         )
 
     def test_unmatched_patterns(self) -> None:
@@ -73,7 +73,7 @@ site            decision  keys  lambda  tiles  skipped  reasons
 blocks.0.attn1  sparse    512   0.3     64     25.0%
 blocks.1.attn1  sparse    512   0.3     64     21.9%
 2 sites (2 sparse) in 1 graph; 30 of 128 tiles skipped (23.4%)
-run by reference, in tiles of 64 rows and 128 keys
+run by reference: tiles of 64 rows and 128 keys, ascending or own_first
 include pattern 'block.0.attn1' matched no attention layer; nearest: blocks.0.attn1, blocks.1.attn1
 ignore pattern 'blocks.0.atn1' matched no attention layer; nearest: blocks.0.attn1, blocks.1.attn1
 ignore pattern 'text_encoder.*' matched no attention layer
@@ -109,7 +109,8 @@ no scaled_dot_product_attention call was seen in 1 compiled graph""",
 site                              decision   keys  lambda  tiles  skipped  reasons
 Block:attn1                       dense now  512           0               call attach(model) on the backend so that its layers have names
 unknown layer (attach the model)  dense now                128    0.0%     call attach(model) on the backend so that its layers have names
-2 sites (2 dense now) in 1 graph; 0 of 128 tiles skipped (0.0%)""",
+2 sites (2 dense now) in 1 graph; 0 of 128 tiles skipped (0.0%)
+run by reference: tiles of 64 rows and 128 keys, ascending or own_first""",
         )
 
 

@@ -42,6 +42,7 @@ class Problem(NamedTuple):
     tile_order: str
     aligned: bool  # unit last stride, all other strides and the offset multiples of 16 bytes
     measured_tile: tuple[int, int] | None = None  # (rows, keys) that `measure` is to count; None: attention
+    lambda_on_host: bool = True  # the threshold can be had as a tensor on the CPU
 
     @staticmethod
     def of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, query_mask: bool, is_causal: bool, tile_order: str) -> "Problem":
@@ -82,7 +83,8 @@ class Implementation:
     # Does `run` raise ValueError, before it reads anything, where key, value, threshold or masks (all on query's device) do not fit? Then
     # the operator checks a kind of query once, not at every call.
     checks_arguments: bool = False
-    lambda_on_host: bool = False
+    lambda_on_host: bool = False  # `run` gets its threshold on the CPU
+    counts_tiles: bool = True  # else its counts are 0
     measure: RunMeasure | None = None
     measured_tiles: tuple[tuple[int, int], ...] | None = ()  # (rows, keys) that it counts; None: any
 
@@ -111,21 +113,28 @@ class Implementation:
         elif problem.measured_tile is not None and self.measured_tiles is not None and problem.measured_tile not in self.measured_tiles:
             tiles = ", ".join(f"{rows} x {keys}" for rows, keys in self.measured_tiles)
             reasons.append(f"{self.name} measures tiles of {tiles}, not {problem.measured_tile[0]} x {problem.measured_tile[1]}")
+        if self.lambda_on_host and not problem.lambda_on_host:
+            reasons.append(f"{self.name} takes lambda on the host, as a tensor on the CPU")
         if (failure := _failures.get((self.name, problem)) or _failures.get((self.name, None))) is not None:
             reasons.append(f"{self.name} failed before: {failure}")
         return reasons
 
+    @property
+    def published(self) -> str:
+        """Where it runs, its tiles and its orders, in words."""
+        where = "" if self.capability == "any" else f"compute capability {self.capability}, "
+        return f"{where}tiles of {self.tile_q} rows and {self.tile_k} keys, {' or '.join(self.tile_orders)}"
+
     def __str__(self) -> str:
-        orders = " or ".join(self.tile_orders)
-        return f"{self.name} (compute capability {self.capability}, tiles of {self.tile_q} rows and {self.tile_k} keys, {orders})"
+        return f"{self.name} ({self.published})"
 
 
 @cache
 def implementations() -> tuple[Implementation, ...]:
     """All implementations, the preferred ones first. Imported late: importing this package loads no kernel."""
-    from skip_attn_compile.kernels import reference, sm90, triton
+    from skip_attn_compile.kernels import flashinfer, reference, sm90, triton
 
-    return (sm90.IMPLEMENTATION, triton.IMPLEMENTATION, reference.IMPLEMENTATION)
+    return (sm90.IMPLEMENTATION, triton.IMPLEMENTATION, flashinfer.IMPLEMENTATION, reference.IMPLEMENTATION)
 
 
 def choose(problem: Problem, name: str = "auto", *, explicit_call: bool = False) -> Implementation | list[str]:

@@ -53,7 +53,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, threshold: float | Tensor, 
         threshold = torch.tensor(threshold, device="cuda")
     options.setdefault("scale", SCALE)
     out, lse, counts = attend(query, key, value, threshold, **options)  # type: ignore[arg-type]
-    want_out, want_lse, want_counts = reference_attention(query.float(), key.float(), value.float(), threshold, **options)  # type: ignore[arg-type]
+    want_out, want_lse, want_counts = reference_attention(query.double(), key.double(), value.double(), threshold, **options)  # type: ignore[arg-type]
     assert torch.equal(counts, want_counts)
     assert torch.equal(lse == -math.inf, want_lse == -math.inf)
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-4)
