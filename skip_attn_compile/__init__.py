@@ -11,11 +11,13 @@ __version__ = "0.1.0"
 from skip_attn_compile.backend import backend, report
 from skip_attn_compile.calibrate import calibrate
 from skip_attn_compile.capture import capture
+from skip_attn_compile.frontier import Sensitivity
 from skip_attn_compile.functional import skip_softmax_attention
 from skip_attn_compile.measurement import Measurement
 from skip_attn_compile.pipeline import CompiledPipeline, compile_pipeline
 from skip_attn_compile.plan import plan
 from skip_attn_compile.schedule import ScheduleTable, cutoff_for_dense_steps, dense_steps, schedule_table
+from skip_attn_compile.sensitivity import sensitivity
 from skip_attn_compile.timestep import TimestepSpec, timestep
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "Measurement",
     "Rule",
     "ScheduleTable",
+    "Sensitivity",
     "SkipConfig",
     "TimestepSpec",
     "backend",
@@ -35,6 +38,7 @@ __all__ = [
     "plan",
     "report",
     "schedule_table",
+    "sensitivity",
     "skip_softmax_attention",
     "timestep",
 ]

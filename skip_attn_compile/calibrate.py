@@ -23,6 +23,7 @@ from skip_attn_compile.measure import MOST_THRESHOLDS
 from skip_attn_compile.measurement import Measurement, Setup
 from skip_attn_compile.observe import Observer
 from skip_attn_compile.pipeline import SchedulerLevel, denoisers
+from skip_attn_compile.progress import progress as show_progress
 from skip_attn_compile.rules import policy
 from skip_attn_compile.settings import Settings
 from skip_attn_compile.validate import check_ints
@@ -54,12 +55,12 @@ def calibrate(
     thresholds: up to 32 lambdas in (0, 1], ascending. tile_order, tile: as they will be served; (128, 128) ascending is ModelOpt's.
     include, ignore, min_kv_len: as in SkipConfig, which calls are measured.
     state: a JSON file that is written after each item; where it exists, the items in it are not run again.
-    progress: show a bar, where tqdm is installed.
+    progress: on stderr, a bar where tqdm is installed and a line for each item where it is not.
 
     The run is dense and exact. Its cost is one more pass over the scores of the measured calls; its memory does not grow with the items.
     Raises ValueError for what cannot be measured, and for a state file of another calibration.
     """
-    models, schedule = _models(pipe_or_model)
+    models, schedule = models_of(pipe_or_model, "calibrate")
     tile_q, tile_k = check_ints("tile", tile, 2)
     select = SkipConfig(threshold=0.0, include=tuple(include), ignore=tuple(ignore), min_kv_len=min_kv_len, tile_order=tile_order)
     setup = Setup(_check_thresholds(thresholds), tile_order, (tile_q, tile_k), select.include, select.ignore, min_kv_len)
@@ -77,12 +78,14 @@ def calibrate(
     observer = Observer(models, want, list(setup.thresholds), tile_order, setup.tile, gate)
     todo = [()] if items is None else [(item,) for item in items]
     try:
-        for number in _bar(range(measurement.items, len(todo)), len(todo), progress):
-            with observer.watching():
-                run(*todo[number])
-            measurement.add(observer.take(), held_out=number % 2 == 1)
-            if path is not None:
-                measurement.save(path)
+        with show_progress("calibration", len(todo), done=measurement.items, show=progress) as advance:
+            for number in range(measurement.items, len(todo)):
+                with observer.watching():
+                    run(*todo[number])
+                measurement.add(observer.take(), held_out=number % 2 == 1)
+                if path is not None:
+                    measurement.save(path)
+                advance("")
     finally:
         for model in models.values():
             gate.detach(model)
@@ -96,16 +99,15 @@ def calibrate(
     return measurement
 
 
-def _models(pipe_or_model: Any) -> tuple[dict[str, nn.Module], Any]:
+def models_of(pipe_or_model: Any, asker: str) -> tuple[dict[str, nn.Module], Any]:
+    """The models to run, by component, and what tells a pipeline's noise level; ValueError in the name of `asker`."""
     if isinstance(pipe_or_model, nn.Module):
         models, schedule = {"": pipe_or_model}, None
     else:
-        models, schedule = denoisers(pipe_or_model, "calibrate"), SchedulerLevel(pipe_or_model)
+        models, schedule = denoisers(pipe_or_model, asker), SchedulerLevel(pipe_or_model)
     for name, model in models.items():
         if is_compiled(model):
-            raise ValueError(
-                f"calibrate needs an uncompiled model, {name or type(model).__name__} is compiled; measure first, then compile"
-            )
+            raise ValueError(f"{asker} needs an uncompiled model, {name or type(model).__name__} is compiled; measure first, then compile")
     return models, schedule
 
 
@@ -114,13 +116,3 @@ def _check_thresholds(thresholds: Sequence[float]) -> tuple[float, ...]:
     if not 1 <= len(values) <= MOST_THRESHOLDS or not all(0 < t <= 1 for t in values) or list(values) != sorted(set(values)):
         raise ValueError(f"thresholds must be 1 to {MOST_THRESHOLDS} ascending lambdas in (0, 1], got {list(thresholds)!r}")
     return values
-
-
-def _bar(numbers: range, total: int, progress: bool) -> Iterable[int]:
-    if not progress:
-        return numbers
-    try:
-        from tqdm.auto import tqdm  # type: ignore[import-untyped]
-    except ImportError:
-        return numbers
-    return tqdm(numbers, initial=numbers.start, total=total, desc="calibration", unit="item")

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -158,9 +157,12 @@ class Measurement:
             "held_out": [[c.component, c.site, c.kv_len, c.t, counts] for c, counts in self.counts[1].items()],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+        part = path.with_name(path.name + ".part")  # one name: what a killed process left is written over
+        with part.open("w") as file:
             json.dump(data, file)
-        os.replace(file.name, path)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Measurement":

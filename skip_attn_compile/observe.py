@@ -181,7 +181,7 @@ class Observer(Watcher):
         )
         site = layer.path if repeat == 0 else f"{layer.path}#{repeat}"
         level = self._gate.running_level()
-        self._calls.append(_Call(layer.component, site, _kv_len(key, attn_mask), level, counts.sum((0, 1), dtype=torch.int64)))
+        self._calls.append(_Call(layer.component, site, _mean(kv_lens(key, attn_mask)), level, counts.sum((0, 1), dtype=torch.int64)))
         if len(self._calls) >= _MOST_CALLS:
             self._fold()
         return out
@@ -201,9 +201,14 @@ class Observer(Watcher):
             self._found[cell] = counts if before is None else [a + b for a, b in zip(before, counts, strict=True)]
 
 
-def _kv_len(key: Tensor, attn_mask: Tensor | None) -> int | Tensor:
-    """L of the call, as lambda is derived from it."""
+def kv_lens(key: Tensor, attn_mask: Tensor | None) -> int | Tensor:
+    """L, as lambda is derived from it: the number of keys; under a key mask of those that take part, [B], or [] for all samples alike."""
     if attn_mask is None:
         return key.shape[2]
-    takes_part = attn_mask if attn_mask.dtype == torch.bool else attn_mask != -torch.inf
-    return takes_part.expand(*takes_part.shape[:-1], key.shape[2]).sum(-1).float().mean()
+    takes_part = attn_mask if attn_mask.dtype == torch.bool else attn_mask > -torch.inf
+    counted = takes_part.expand(*takes_part.shape[:-1], key.shape[2]).sum(-1).clamp_min(1)
+    return counted.reshape(-1 if attn_mask.dim() == 4 and attn_mask.shape[0] > 1 else ())
+
+
+def _mean(kv_len: int | Tensor) -> int | Tensor:
+    return kv_len.float().mean() if isinstance(kv_len, Tensor) else kv_len

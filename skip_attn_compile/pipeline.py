@@ -52,7 +52,7 @@ def compile_pipeline(
     if "backend" in torch_compile_kwargs:
         raise ValueError("compile_pipeline brings its own backend; to choose what compiles the rest, pass inner=")
     models = denoisers(pipe, "compile_pipeline")
-    configs = _configs(models, config, pipe)
+    configs = configs_of(models, config, pipe, "compile_pipeline")
     for name in configs:
         _check_compilable(name, models[name], regional)
     handle = CompiledPipeline(models, {name: SkipBackend(own, inner) for name, own in configs.items()})
@@ -144,15 +144,14 @@ def denoisers(pipe: Any, asker: str) -> dict[str, nn.Module]:
     return found
 
 
-def _configs(models: Mapping[str, nn.Module], config: Configs, pipe: Any) -> dict[str, SkipConfig]:
+def configs_of(models: Mapping[str, nn.Module], config: Configs, pipe: Any, asker: str) -> dict[str, SkipConfig]:
+    """`config` by component; ValueError in the name of `asker` for what is no config, or not for these models."""
     given = dict(config) if isinstance(config, Mapping) else dict.fromkeys(models, config)
     for name, own in given.items():
         if name not in models:
             raise ValueError(f"config names {name!r}, which is no denoiser of {type(pipe).__name__}; it has {', '.join(models)}")
         if not isinstance(own, SkipConfig):
-            raise ValueError(
-                f"compile_pipeline needs a SkipConfig, or a dict of them by component, got {own!r}; write SkipConfig(threshold=0.1)"
-            )
+            raise ValueError(f"{asker} needs a SkipConfig, or a dict of them by component, got {own!r}; write SkipConfig(threshold=0.1)")
     if not given:
         raise ValueError(f"config must hold a SkipConfig for at least one of {', '.join(models)}, got an empty dict")
     return given

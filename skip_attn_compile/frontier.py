@@ -1,0 +1,151 @@
+"""What `sensitivity` found: errors by layer and step, what speed costs, and the proposal that follows."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skip_attn_compile.config import SkipConfig
+from skip_attn_compile.layers import LayerName
+from skip_attn_compile.report import table
+from skip_attn_compile.trial import stronger
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """What one layer costs with it alone sparse: relative errors, root mean square over calls and items.
+
+    block_error: of its block's output, on dense inputs; None where the block does not give the same twice. error, psnr: of the run's
+    output, None where no run was made with it alone. visited, skipped: its tiles, in the dense run's trajectory.
+    """
+
+    layer: LayerName
+    block_error: float | None
+    error: float | None
+    psnr: float | None
+    visited: int
+    skipped: int
+
+    @property
+    def cost(self) -> float:
+        """Squared error per skipped tile; errors of several layers add in squares, as far as they are independent."""
+        error = self.block_error if self.error is None else self.error
+        return math.inf if error is None else error**2 / max(self.skipped, 1)
+
+
+@dataclass(frozen=True)
+class StepError:
+    """What skipping in all layers costs at one noise level: root mean square of the block errors, and the share skipped."""
+
+    t: float | None
+    block_error: float | None
+    share: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """One real run of all items: these layers dense, this gate. psnr: of the worst item. share: skipped, of the tiles of all layers."""
+
+    ignore: tuple[LayerName, ...]
+    disabled_until_timestep: float
+    share: float
+    speedup: float
+    error: float
+    psnr: float
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """layers, steps: errors, by layer and noise level. points: what was run, in order. proposal: the fastest that keeps `budget`, in dB.
+
+    `str()` shows all of it, `to_dict()` gives it to programs, `config()` applies it.
+    """
+
+    layers: tuple[LayerError, ...]
+    steps: tuple[StepError, ...]
+    points: tuple[Point, ...]
+    proposal: Point
+    budget: float
+    attention_share: float
+    configs: Mapping[str, SkipConfig]
+
+    @property
+    def ignore(self) -> tuple[str, ...]:
+        """Full names of the layers to leave dense."""
+        return tuple(layer.full for layer in self.proposal.ignore)
+
+    @property
+    def disabled_until_timestep(self) -> float:
+        return self.proposal.disabled_until_timestep
+
+    @property
+    def frontier(self) -> tuple[Point, ...]:
+        """The points that no other beats in both speed and PSNR, the fastest first."""
+        best, kept = -math.inf, []
+        for point in sorted(self.points, key=lambda p: (-p.speedup, -p.psnr)):
+            if point.psnr > best:
+                best = point.psnr
+                kept.append(point)
+        return tuple(kept)
+
+    def config(self, base: SkipConfig | Mapping[str, SkipConfig] | None = None) -> SkipConfig | dict[str, SkipConfig]:
+        """`base`, or the config that was measured, with the proposed `ignore` and gate; by component, except for a single model."""
+        given = dict.fromkeys(self.configs, base) if isinstance(base, SkipConfig) else dict(base or self.configs)
+        found = {}
+        for component, config in given.items():
+            own = tuple(layer.path for layer in self.proposal.ignore if layer.component == component)
+            cutoff = stronger(config.disabled_until_timestep, self.disabled_until_timestep)
+            found[component] = dataclasses.replace(config, ignore=tuple(dict.fromkeys(config.ignore + own)), disabled_until_timestep=cutoff)
+        return found if list(self.configs) != [""] else found[""]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "layers": [{**dataclasses.asdict(row), "layer": row.layer.full} for row in self.layers],
+            "steps": [dataclasses.asdict(step) for step in self.steps],
+            "points": [_point(point) for point in self.points],
+            "proposal": _point(self.proposal),
+            "budget": self.budget,
+            "attention_share": self.attention_share,
+        }
+
+    def __str__(self) -> str:
+        rows = [("layer alone", "block error", "output error", "PSNR", "skipped")]
+        for row in sorted(self.layers, key=lambda row: -row.cost):
+            share = row.skipped / max(row.visited, 1)
+            rows.append((row.layer.full, _percent(row.block_error), _percent(row.error), _decibel(row.psnr), f"{share:.1%}"))
+        lines = [*table(rows), ""]
+        if self.steps and self.steps[0].t is not None:
+            steps = [(f"{step.t:.4g}", _percent(step.block_error), f"{step.share:.1%}") for step in self.steps]
+            lines += [*table([("noise level t", "block error", "skipped"), *steps]), ""]
+        what = "attention's" if self.attention_share == 1 else "the run's"
+        points = [("speed-up", "skipped", "PSNR", "dense layers", "disabled_until_timestep")]
+        points += [
+            (f"{p.speedup:.2f}", f"{p.share:.1%}", _decibel(p.psnr), str(len(p.ignore)), f"{p.disabled_until_timestep:g}")
+            for p in self.frontier
+        ]
+        lines += [*table(points), f"speed-up: {what} FLOP limit, estimated; PSNR: measured, of the worst item", ""]
+        best = self.proposal
+        if not best.share:
+            return "\n".join([*lines, f"nothing can be skipped within PSNR >= {self.budget:g} dB: lower the threshold or the target"])
+        lines += [
+            f"for PSNR >= {self.budget:g} dB: {_decibel(best.psnr)} measured; {best.share:.1%} skipped, speed-up at most {best.speedup:.2f}",
+            f"disabled_until_timestep={best.disabled_until_timestep:g}, ignore={self.ignore}",
+        ]
+        return "\n".join(lines)
+
+
+def _point(point: Point) -> dict[str, Any]:
+    return {**dataclasses.asdict(point), "ignore": [layer.full for layer in point.ignore]}
+
+
+def root_mean(squares: Sequence[float]) -> float | None:
+    return math.sqrt(math.fsum(squares) / len(squares)) if squares and not any(map(math.isnan, squares)) else None
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.2%}"
+
+
+def _decibel(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} dB"

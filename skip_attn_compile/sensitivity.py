@@ -1,0 +1,251 @@
+"""Which layers and steps cannot stand skipping: the error that each causes, and a proposal that keeps a stated quality.
+
+    run = lambda seed: pipe(prompt, generator=torch.Generator().manual_seed(seed), output_type="latent")
+    found = skip_attn_compile.sensitivity(pipe, run, [0, 1], config=config, psnr=30)
+    print(found)                                      # layers by error, speed-up against error, the proposal
+    handle = compile_pipeline(pipe, found.config())   # the config with the proposed `ignore` and gate
+
+Errors and PSNR are of real runs. What is estimated is the speed-up, from the tiles that were skipped: see `attention_share`.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skip_attn_compile.calibrate import models_of
+from skip_attn_compile.config import SkipConfig
+from skip_attn_compile.frontier import LayerError, Point, Sensitivity, StepError, root_mean
+from skip_attn_compile.gate import Gate
+from skip_attn_compile.layers import LayerName
+from skip_attn_compile.pipeline import Configs, configs_of
+from skip_attn_compile.progress import progress as show_progress
+from skip_attn_compile.schedule import cutoff_for_dense_steps, dense_steps
+from skip_attn_compile.settings import Settings
+from skip_attn_compile.timestep import is_dense
+from skip_attn_compile.trial import Difference, Tally, Trial, stronger, tensors
+from skip_attn_compile.validate import check_cutoff, is_finite
+
+log = logging.getLogger(__name__)
+
+_DENSE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)  # of the steps, that the gates which are tried keep dense
+
+
+def sensitivity(
+    pipe_or_model: Any,
+    run: Callable[..., object],
+    items: Iterable[Any] | None = None,
+    *,
+    config: Configs,
+    psnr: float = 30.0,
+    peak: float | None = None,
+    alone: bool = True,
+    gates: Sequence[float] | None = None,
+    attention_share: float = 1.0,
+    progress: bool = True,
+) -> Sensitivity:
+    """Measure what skipping at the operating point of `config` costs, by layer and step, and find what to leave dense.
+
+    pipe_or_model, run, items: as for `calibrate`. `run` must give the same for the same item, so it seeds its noise. What it returns
+        (tensors, arrays, images, a pipeline's output) is compared with the dense run's; where that is nothing, the model's last output.
+        For the final latent, let the pipeline return it: output_type="latent".
+    config: a SkipConfig, or for a pipeline a dict by component; `Measurement.config` gives one.
+    psnr: the budget, in dB against the dense run, that every item must keep. peak: largest minus smallest value that an output can have;
+        None: what the dense output has.
+    alone: run once for each layer with it alone sparse. False: layers are compared by their blocks' errors, which one run gives.
+    gates: values of disabled_until_timestep to try; None: those that keep 1/8, 1/4, 3/8 and 1/2 of the steps dense.
+    attention_share: of the time of a dense run, that the layers which may skip take. With f of the time in attention and a share s of its
+        tiles skipped, the speed-up is at most 1 / (1 - f s / 2): scores are always computed, and are half of attention's work. 1, the
+        default, gives that of attention alone. An H200 reaches 1.20, 1.42 and 1.80 at s = .5, .7 and .9, where the limit is 1.33, 1.54
+        and 1.82 (examples/results/h200.json).
+
+    How: a dense run, in which each block is run again with each of its layers alone sparse. A run with each layer alone sparse. Then for
+    each gate, layers become dense in the order of squared error per skipped tile, and bisection finds the fewest that keep the budget. Of
+    what keeps it, the proposal skips most. In all 2 + layers + gates * log2(layers) runs of every item.
+    """
+    models, schedule = models_of(pipe_or_model, "sensitivity")
+    configs = configs_of(models, config, pipe_or_model, "sensitivity")
+    if not is_finite(psnr) or not is_finite(1 if peak is None else peak) or (peak is not None and peak <= 0):
+        raise ValueError(f"psnr must be a number of dB, and peak a number > 0 or None, got {psnr!r} and {peak!r}")
+    if not is_finite(attention_share) or not 0 < attention_share <= 1:
+        raise ValueError(f"attention_share must be in (0, 1], the share of a dense run's time, got {attention_share!r}")
+    gate = Gate(Settings(SkipConfig(threshold=0.0, disabled_until_timestep=1.0), warns=False))  # reads t, decides nothing
+    trial = Trial(models, configs, gate)
+    runs = _Runs(trial, run, [()] if items is None else [(item,) for item in items], peak)
+    for model in models.values():
+        gate.attach(model, None, schedule)
+    try:
+        return _explore(runs, configs, psnr, alone, gates, attention_share, progress)
+    finally:
+        for model in models.values():
+            gate.detach(model)
+        for reason, calls in trial.kept.items():
+            log.warning("%d attention calls were left as they are: %s", calls, reason)
+
+
+def _explore(
+    runs: "_Runs",
+    configs: Mapping[str, SkipConfig],
+    budget: float,
+    alone: bool,
+    gates: Sequence[float] | None,
+    attention_share: float,
+    show: bool,
+) -> Sensitivity:
+    runs.run_dense()
+    layers, levels = runs.layers, runs.levels
+    if not layers:
+        raise ValueError(
+            "sensitivity found no attention call that may skip: the config excludes all layers, or they have fewer than min_kv_len keys"
+        )
+    cutoffs = _cutoffs(levels, gates, configs)
+    most = 1 + len(layers) * alone + len(cutoffs) * (1 + math.ceil(math.log2(len(layers))))
+    with show_progress("sensitivity, runs at most", most, show=show) as advance:
+        advance("dense")
+        errors = []
+        for layer in layers:
+            error, psnr, _ = runs.run((layer,), 0.0) if alone else (None, None, 0)
+            errors.append(LayerError(layer, runs.block_error(layer), error, psnr, *runs.tiles(layer)))
+            if alone:
+                advance(f"{layer.full} alone")
+        order = [row.layer for row in sorted(errors, key=lambda row: -row.cost)]
+        points = [Point(tuple(order), 0.0, 0.0, 1.0, 0.0, math.inf)]  # the dense run
+
+        def measure(dense: int, cutoff: float) -> Point:
+            error, psnr, skipped = runs.run(order[dense:], cutoff)
+            share = skipped / runs.visited
+            points.append(Point(tuple(order[:dense]), cutoff, share, 1 / (1 - attention_share * share / 2), error, psnr))
+            advance(f"{dense} layers dense, gate {cutoff:g}: {psnr:.1f} dB")
+            return points[-1]
+
+        expected = lambda dense, cutoff: runs.expected_share(order[dense:], cutoff)
+        proposal = search(len(order), cutoffs, expected, measure, budget) or points[0]
+    steps = tuple(runs.step(level) for level in levels)
+    return Sensitivity(tuple(errors), steps, tuple(points), proposal, budget, attention_share, configs)
+
+
+def search(
+    layers: int,
+    cutoffs: Sequence[float],
+    expected_share: Callable[[int, float], float],
+    measure: Callable[[int, float], Point],
+    budget: float,
+) -> Point | None:
+    """The measured point that keeps the budget and skips most; None where only the dense run does.
+
+    measure, expected_share: (how many of the worst layers are dense, cutoff) -> a real run, and the share it should skip. cutoffs: the
+    weakest gate first. Of each gate, bisection finds the fewest dense layers; what would skip less than a point in hand is not run.
+    """
+    best = None
+    for cutoff in cutoffs:
+        in_hand = best.share if best is not None else 0.0
+        high = next((dense for dense in range(layers) if expected_share(dense, cutoff) <= in_hand), layers)
+        low, probe = -1, 0  # `low` breaks the budget, `high` keeps it or is no gain
+        while high - low > 1:
+            point = measure(probe, cutoff)
+            if point.psnr >= budget:
+                high, best = probe, point
+            else:
+                low = probe
+            probe = (low + high) // 2
+    return best
+
+
+def _cutoffs(levels: Sequence[float | None], given: Sequence[float] | None, configs: Mapping[str, SkipConfig]) -> list[float]:
+    """0, which leaves the gate to the config, and those that keep more steps dense than it does, the weakest first."""
+    known = [level for level in levels if level is not None]
+    if given is not None and len(known) < len(levels):
+        raise ValueError("gates need the noise level of every call; run the model inside `with skip_attn_compile.timestep(t):`")
+    if len(known) < len(levels) or len(known) < 2:
+        return [0.0]
+    counts = sorted({max(1, round(len(known) * share)) for share in _DENSE_SHARES})
+    cutoffs = [cutoff_for_dense_steps(known, n) for n in counts] if given is None else [check_cutoff("gates", g) for g in given]
+    own = [config.disabled_until_timestep for config in configs.values()]
+    weakest = max(own) if all(own) else 0.0
+    dense = {dense_steps(known, stronger(weakest, cutoff)): cutoff for cutoff in reversed(cutoffs)}
+    return [0.0] + [cutoff for steps, cutoff in sorted(dense.items()) if steps > dense_steps(known, weakest)]
+
+
+class _Runs:
+    """Runs of all items, compared with the dense one."""
+
+    def __init__(self, trial: Trial, run: Callable[..., object], items: list[tuple[Any, ...]], peak: float | None) -> None:
+        self._trial, self._run, self._items, self._peak = trial, run, items, peak
+        self._dense: list[tuple[Tensor | None, list[Tensor]]] = []  # first input and output of each item, on the CPU
+        self._tallies: dict[tuple[LayerName, float | None], Tally] = {}
+
+    def run_dense(self) -> None:
+        for item in self._items:
+            with self._trial.running(compare_blocks=True):
+                output = self._run(*item)
+            first, output = self._ends(output)
+            if not output:
+                raise ValueError("run must return the tensors to compare, or call the model, and did neither; return the latents")
+            self._dense.append((first, output))
+        self._tallies = dict(self._trial.tallies)
+
+    def run(self, sparse: Sequence[LayerName], cutoff: float) -> tuple[float, float, int]:
+        """(relative error over all items, PSNR of the worst, tiles skipped) with these layers sparse."""
+        trial = self._trial
+        trial.tallies.clear()
+        trial.sparse, trial.cutoff = frozenset(sparse), cutoff
+        squares, worst = [], math.inf
+        try:
+            for number, item in enumerate(self._items):
+                with trial.running():
+                    output = self._run(*item)
+                first, output = self._ends(output)
+                first_before, dense = self._dense[number]
+                if first is not None and first_before is not None and not torch.equal(first, first_before):
+                    raise ValueError(
+                        f"run must give the model the same input for the same item, and item {number} began with another; seed its noise"
+                    )
+                difference = Difference.of(dense, output)
+                squares.append(difference.relative**2)
+                worst = min(worst, difference.psnr(self._peak or _range(dense)))
+        finally:
+            trial.sparse, trial.cutoff = (), 0.0
+        return root_mean(squares) or 0.0, worst, sum(tally.skipped for tally in trial.tallies.values())
+
+    def _ends(self, output: object) -> tuple[Tensor | None, list[Tensor]]:
+        outputs = tensors(output) or tensors(self._trial.last_output)
+        return self._trial.first_input, [tensor.to("cpu", copy=True) for tensor in outputs]
+
+    @property
+    def layers(self) -> list[LayerName]:
+        return list(dict.fromkeys(layer for layer, _ in self._tallies))
+
+    @property
+    def levels(self) -> list[float | None]:
+        """From noise to the clean sample, None last."""
+        return sorted({level for _, level in self._tallies}, key=lambda level: math.inf if level is None else -level)
+
+    @property
+    def visited(self) -> int:
+        return sum(tally.visited for tally in self._tallies.values())
+
+    def block_error(self, layer: LayerName) -> float | None:
+        return root_mean([square for (name, _), tally in self._tallies.items() if name == layer for square in tally.block_errors])
+
+    def tiles(self, layer: LayerName) -> tuple[int, int]:
+        own = [tally for (name, _), tally in self._tallies.items() if name == layer]
+        return sum(tally.visited for tally in own), sum(tally.skipped for tally in own)
+
+    def step(self, level: float | None) -> StepError:
+        own = [tally for (_, at), tally in self._tallies.items() if at == level]
+        error = root_mean([square for tally in own for square in tally.block_errors])
+        return StepError(level, error, sum(tally.skipped for tally in own) / sum(tally.visited for tally in own))
+
+    def expected_share(self, sparse: Sequence[LayerName], cutoff: float) -> float:
+        """Of all tiles, as far as the dense run's trajectory tells."""
+        left = [
+            t.skipped for (name, level), t in self._tallies.items() if name in sparse and (level is None or not is_dense(level, cutoff))
+        ]
+        return sum(left) / self.visited
+
+
+def _range(output: Sequence[Tensor]) -> float:
+    return float(max(tensor.max() for tensor in output) - min(tensor.min() for tensor in output)) or 1.0

@@ -1,0 +1,179 @@
+"""Running a model eagerly with some of its layers sparse, by the operator that serves, at the operating point of a config.
+
+As `observe.py` does it, through a torch function mode: any set of layers and any gate can be tried without compiling anything.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skip_attn_compile.config import SkipConfig
+from skip_attn_compile.gate import Gate
+from skip_attn_compile.layers import LayerName
+from skip_attn_compile.observe import Watcher, kv_lens
+from skip_attn_compile.ops import attention
+from skip_attn_compile.rules import policy
+from skip_attn_compile.timestep import is_dense
+
+_REPEATS = 1e-3  # relative error below which a block, run again on its inputs, gives what it gave: else it changes them, or has a state
+
+
+@dataclass
+class Tally:
+    """Of one layer at one noise level: tiles, and the squared relative errors of its block's output with this layer alone sparse.
+
+    NaN for a block that does not repeat its output.
+    """
+
+    visited: int = 0
+    skipped: int = 0
+    block_errors: list[float] = field(default_factory=list)
+
+
+class Trial(Watcher):
+    """`sparse` layers skip, in calls that neither their config's gate nor `cutoff` keeps dense; all others run as they are."""
+
+    def __init__(self, models: Mapping[str, nn.Module], configs: Mapping[str, SkipConfig], gate: Gate) -> None:
+        super().__init__(models, self._runs, gate)
+        self._models, self._configs = models, configs
+        self._policies = {name: policy(configs[name.component], name) for name in self._names.values() if name.component in configs}
+        modules = {name: module for module, name in self._names.items()}
+        self._blocks = {layer: _block(modules, layer) for layer in self._policies}
+        self._repeats_itself: dict[nn.Module, bool] = {}
+        self._met: set[LayerName] = set()
+        self._comparing = False
+        self._level: float | None = None
+        self.sparse: Collection[LayerName] = ()
+        self.cutoff = 0.0
+        self.tallies: dict[tuple[LayerName, float | None], Tally] = defaultdict(Tally)
+        self.first_input: Tensor | None = None  # of the models, in one run
+        self.last_output: Any = None
+
+    def attend(
+        self,
+        layer: LayerName,
+        repeat: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        config, level = self._configs[layer.component], self._gate.running_level()
+        cutoff = stronger(config.disabled_until_timestep, self.cutoff)
+        gated = cutoff > 0 and (level is None or bool(is_dense(level, cutoff)))
+        c0, c1 = (0.0, 0.0) if gated else self._policies[layer].control
+        keys = torch.as_tensor(kv_lens(key, attn_mask), dtype=torch.float32, device=query.device)
+        order, implementation = config.tile_order, config.implementation
+        out, _, counts = attention(query, key, value, c0 + c1 / keys, attn_mask, None, is_causal, scale, order, implementation)
+        self._level = None if level is None else float(level)
+        tally = self.tallies[layer, self._level]
+        visited, skipped = counts.sum((0, 1)).tolist()
+        tally.visited += visited
+        tally.skipped += skipped
+        return out
+
+    def _runs(self, layer: LayerName, kv_len: int) -> bool:
+        if layer not in self._policies or self._policies[layer].reasons or kv_len < self._configs[layer.component].min_kv_len:
+            return False
+        self._met.add(layer)
+        return layer in self.sparse
+
+    @contextmanager
+    def running(self, *, compare_blocks: bool = False) -> Iterator[None]:
+        """`watching`, with what goes in and comes out noted; compare_blocks: with each block run again for each layer that could skip."""
+        self.first_input = self.last_output = None
+        with ExitStack() as hooks:
+            for model in self._models.values():
+                hooks.callback(model.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+                hooks.callback(model.register_forward_hook(self._leave).remove)
+                for module in model.modules() if compare_blocks else ():
+                    hooks.callback(module.register_forward_hook(self._compare, with_kwargs=True).remove)
+            with self.watching():
+                yield
+
+    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.first_input is None:
+            given = tensors([*args, *kwargs.values()])
+            self.first_input = given[0].to("cpu", copy=True) if given else None
+
+    def _leave(self, model: nn.Module, args: object, output: Any) -> None:
+        if not self._comparing:
+            self.last_output = output
+
+    def _compare(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._comparing:
+            return
+        layers = [layer for layer in self._blocks if layer in self._met and self._blocks[layer] is block]
+        self._met.difference_update(layers)
+        self._comparing = True
+        try:
+            for layer in layers:
+                if block not in self._repeats_itself:
+                    self._repeats_itself[block] = Difference.of(output, block(*args, **kwargs)).relative < _REPEATS
+                self.sparse = (layer,)
+                error = Difference.of(output, block(*args, **kwargs)).relative
+                self.sparse = ()
+                self.tallies[layer, self._level].block_errors.append(error**2 if self._repeats_itself[block] else math.nan)
+        finally:
+            self._comparing, self.sparse = False, ()
+
+
+def stronger(cutoff: float, other: float) -> float:
+    """Of two gates the one that keeps more dense; 0 keeps nothing."""
+    return min(cutoff, other) if cutoff and other else cutoff or other
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The floating-point tensors, arrays and images in what a model or a pipeline takes or returns."""
+    if isinstance(value, Tensor):
+        return [value.detach()] if value.is_floating_point() else []
+    if hasattr(value, "__array_interface__"):  # NumPy's arrays, Pillow's images
+        import numpy
+
+        return [torch.from_numpy(numpy.asarray(value, dtype="float32"))]
+    if isinstance(value, Mapping):
+        return tensors(list(value.values()))
+    return [tensor for part in value for tensor in tensors(part)] if isinstance(value, list | tuple) else []
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two outputs: the sum of squared differences, that of the squares of the first, and the number of values."""
+
+    squares: float
+    first: float
+    count: int
+
+    @classmethod
+    def of(cls, first: Any, second: Any) -> "Difference":
+        pairs = [(a.float(), b.float()) for a, b in zip(tensors(first), tensors(second), strict=True)]
+        sums = [(float((a - b).square().sum()), float(a.square().sum()), a.numel()) for a, b in pairs]
+        return cls(sum(s[0] for s in sums), sum(s[1] for s in sums), sum(s[2] for s in sums))
+
+    @property
+    def relative(self) -> float:
+        """Root mean square of the difference, relative to that of the first output."""
+        return math.sqrt(self.squares / self.first) if self.squares else 0.0
+
+    def psnr(self, peak: float) -> float:
+        """In dB; inf where both are equal. peak: largest minus smallest value that an output can have."""
+        return 10 * math.log10(peak**2 * self.count / self.squares) if self.squares else math.inf
+
+
+def _block(modules: Mapping[LayerName, nn.Module], layer: LayerName) -> nn.Module:
+    """The innermost member of a ModuleList that holds the layer, else the layer itself."""
+    path = layer.path
+    while path:
+        outer = path.rpartition(".")[0]
+        if isinstance(modules.get(LayerName(layer.component, outer)), nn.ModuleList):
+            return modules[LayerName(layer.component, path)]
+        path = outer
+    return modules[layer]

@@ -1,0 +1,227 @@
+"""Sensitivity: errors are those of serving, the worst layers and steps are found, and the proposal keeps its budget in a run of its own."""
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import Dit, dit, reference_sdpa, skip_config, tokens
+from pipelines import run as run_pipeline
+from pipelines import wan22
+from skip_attn_compile import Calibration, SkipConfig, backend, sensitivity, timestep
+from skip_attn_compile.frontier import Point
+from skip_attn_compile.sensitivity import search
+from tiny_wan.sampling import load_model, sample
+
+CONFIG = skip_config(0.5, tile_order="own_first")
+ALL = {"config": CONFIG, "progress": False}
+
+
+def with_a_loud_block(number: int, blocks: int = 3) -> Dit:
+    """Attention of one block counts twenty times."""
+    model = dit(blocks)
+    model.blocks[number].attn1.to_out.weight.mul_(20)
+    return model
+
+
+def served(model: nn.Module, config: SkipConfig, run: Callable[[nn.Module], Tensor]) -> tuple[float, float]:
+    """(relative error, PSNR at the dense output's range) of the compiled model."""
+    dense = run(model)
+    torch.compiler.reset()
+    skipped = run(torch.compile(model, backend=backend(config, inner="eager", model=model)))
+    mean_square = (dense - skipped).square().mean()
+    return float((mean_square / dense.square().mean()).sqrt()), float(10 * torch.log10((dense.max() - dense.min()) ** 2 / mean_square))
+
+
+def test_errors_are_those_of_serving_and_the_loud_layer_is_left_dense() -> None:
+    model = with_a_loud_block(1)
+    run = lambda m: m(tokens(seed=3))
+    quiet = served(model, skip_config(0.5, tile_order="own_first", ignore=("blocks.1.*",)), run)[1]
+    loud = served(model, CONFIG, run)[1]
+    assert loud < quiet - 6
+    found = sensitivity(model, lambda: run(model), psnr=quiet - 3, **ALL)
+    assert [row.layer.full for row in found.layers] == [f"blocks.{n}.attn1" for n in range(3)]
+    for row in found.layers:
+        alone = skip_config(0.5, tile_order="own_first", include=(row.layer.full,))
+        assert (row.error, row.psnr) == pytest.approx(served(model, alone, run), rel=1e-3)
+    assert max(found.layers, key=lambda row: row.cost).layer.full == "blocks.1.attn1"
+    assert found.ignore == ("blocks.1.attn1",)
+    assert found.disabled_until_timestep == 0.0
+    assert found.proposal.psnr == pytest.approx(served(model, found.config(), run)[1], abs=0.01)
+    assert found.proposal.psnr >= quiet - 3
+    assert not model._forward_pre_hooks
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_blocks_error_is_that_of_its_output_on_dense_inputs() -> None:
+    model = dit(2, cross=True)
+    x, context = tokens(), tokens(seed=9)
+    found = sensitivity(model, lambda: model(x, context), alone=False, **ALL)
+    assert {row.layer.full for row in found.layers} == {f"blocks.{n}.attn{m}" for n in range(2) for m in (1, 2)}
+    between = model.blocks[0](x, context)
+    dense = model.blocks[1](between, context)
+    for attention, thresholds in (("attn1", (0.5, 0.0)), ("attn2", (0.0, 0.5))):
+        with reference_sdpa(*thresholds, tile_order="own_first") as counts:
+            sparse = model.blocks[1](between, context)
+        (row,) = [row for row in found.layers if row.layer.full == f"blocks.1.{attention}"]
+        assert row.block_error == pytest.approx(float((dense - sparse).norm() / dense.norm()), rel=1e-3)
+        assert (row.visited, row.skipped) == counts[thresholds.index(0.5)]
+        assert row.error is None
+        assert row.psnr is None
+
+
+def test_a_block_that_changes_its_input_has_no_error_of_its_own() -> None:
+    model = dit(2)
+
+    def add_one(block: nn.Module, args: tuple[Tensor, ...]) -> None:
+        args[0].add_(1.0)
+
+    change = model.blocks[0].register_forward_pre_hook(add_one)
+    found = sensitivity(model, lambda: model(tokens()), **ALL)
+    change.remove()
+    assert found.layers[0].block_error is None
+    assert found.layers[0].error > 0
+    assert found.layers[1].block_error > 0
+
+
+def sampler(model: nn.Module, seed: int, early: float) -> Tensor:
+    """Four steps, the first of which counts `early` times."""
+    x = tokens(seed=seed)
+    for t in (1.0, 0.75, 0.5, 0.25):
+        with timestep(t):
+            x = x + (early if t == 1.0 else 1.0) * 0.1 * model(x)
+    return x
+
+
+def test_loud_steps_are_left_to_the_gate() -> None:
+    model = dit(2)
+    run = lambda m: sampler(m, 0, 30.0)
+    gated = served(model, skip_config(0.5, tile_order="own_first", disabled_until_timestep=0.8), run)[1]
+    assert gated > served(model, CONFIG, run)[1] + 6
+    found = sensitivity(model, lambda: run(model), psnr=gated - 3, **ALL)
+    assert 0.75 <= found.disabled_until_timestep < 1.0
+    assert found.ignore == ()
+    assert [step.t for step in found.steps] == [1.0, 0.75, 0.5, 0.25]
+    assert found.proposal.share == pytest.approx(0.75 * found.points[1].share, abs=0.05)
+    assert found.config(skip_config(0.1, disabled_until_timestep=0.5)).disabled_until_timestep == 0.5, "the stronger gate"
+    again = sensitivity(model, lambda: run(model), psnr=gated - 3, gates=(0.3, 0.8), alone=False, **ALL)
+    assert again.disabled_until_timestep == 0.8
+    assert {point.disabled_until_timestep for point in again.points} == {0.0, 0.8}, "0.3 would skip less than what is in hand"
+
+
+def test_a_configs_own_gate_holds() -> None:
+    model = dit(2)
+    config = skip_config(0.5, tile_order="own_first", disabled_until_timestep=0.6)
+    found = sensitivity(model, lambda: sampler(model, 0, 1.0), config=config, psnr=0.0, progress=False)
+    assert [step.share > 0 for step in found.steps] == [False, False, True, True]
+    assert found.config().disabled_until_timestep == 0.6
+
+
+def test_the_speedup_is_the_flop_limit_of_the_tiles_skipped() -> None:
+    model = dit(2)
+    found = sensitivity(model, lambda: model(tokens()), alone=False, attention_share=0.5, psnr=0.0, **ALL)
+    share = sum(row.skipped for row in found.layers) / sum(row.visited for row in found.layers)
+    assert 0.05 < share < 0.9
+    assert found.proposal.share == pytest.approx(share, rel=0.2), "the trajectory is a little different"
+    assert found.proposal.speedup == 1 / (1 - 0.5 * found.proposal.share / 2)
+    assert [point.psnr for point in found.frontier] == sorted(point.psnr for point in found.frontier)
+    assert found.frontier[-1] == found.points[0], "the dense run"
+    assert found.to_dict()["proposal"]["ignore"] == []
+
+
+def test_where_nothing_keeps_the_budget_all_is_dense() -> None:
+    model = dit(2)
+    found = sensitivity(model, lambda: model(tokens()), alone=False, psnr=200.0, **ALL)
+    assert set(found.ignore) == {"blocks.0.attn1", "blocks.1.attn1"}
+    assert found.proposal.psnr == math.inf
+    assert "nothing can be skipped within PSNR >= 200 dB: lower the threshold or the target" in str(found)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5, 40])
+@pytest.mark.parametrize("needed", [0, 1, 4, 39, 40])
+def test_bisection_finds_the_fewest_dense_layers(layers: int, needed: int) -> None:
+    probes: list[tuple[int, float]] = []
+    share = lambda dense, cutoff: (1 - dense / layers) * (cutoff or 1.0)
+
+    def measure(dense: int, cutoff: float) -> Point:
+        probes.append((dense, cutoff))
+        psnr = 31.0 if dense >= min(needed, layers) - (0 if not cutoff else 20 * (1 - cutoff)) else 29.0
+        return Point((), cutoff, share(dense, cutoff), 1.0, 0.0, psnr)
+
+    found = search(layers, [0.0, 0.9, 0.5], share, measure, 30.0)
+    keep = [p for p in (measure(d, c) for d, c in itertools.product(range(layers), (0.0, 0.9, 0.5))) if p.psnr >= 30]
+    del probes[-3 * layers :]
+    assert (found.share if found else 0.0) == max((point.share for point in keep), default=0.0)
+    assert len(probes) <= 3 * (1 + math.ceil(math.log2(layers)))
+    assert len(set(probes)) == len(probes)
+
+
+def test_what_a_run_gives_is_compared_whatever_it_is() -> None:
+    model = dit(2)
+
+    def nothing(seed: int) -> None:
+        model(tokens(seed=seed))
+
+    def images(seed: int) -> dict[str, list[object]]:
+        return {"images": [model(tokens(seed=seed)).numpy()], "names": ["a"]}
+
+    tensors = sensitivity(model, lambda seed: (model(tokens(seed=seed)),), range(2), **ALL)
+    for run in (nothing, images):
+        assert sensitivity(model, run, range(2), **ALL).points == tensors.points
+
+
+def test_a_pipeline_of_two_experts() -> None:
+    pipe = wan22()
+    config = skip_config(0.9, tile_order="own_first", ignore=("*.attn2",))
+    found = sensitivity(pipe, lambda seed: run_pipeline(pipe, steps=4, seed=seed), [0], config=config, psnr=200.0, progress=False)
+    names = {f"{expert}.blocks.{n}.attn1" for expert in ("transformer", "transformer_2") for n in range(2)}
+    assert {row.layer.full for row in found.layers} == names
+    assert len(found.steps) == 4
+    configs = found.config()
+    assert configs["transformer_2"].ignore == ("*.attn2", *(n.removeprefix("transformer_2.") for n in found.ignore if "_2" in n))
+    one = sensitivity(pipe, lambda: run_pipeline(pipe, steps=2), config={"transformer_2": config}, alone=False, progress=False)
+    assert {row.layer.component for row in one.layers} == {"transformer_2"}
+    assert list(one.config()) == ["transformer_2"]
+
+
+def test_what_cannot_be_measured_is_said() -> None:
+    model = dit(1)
+    seeds = itertools.count()
+    run = lambda: model(tokens())
+    for arguments, text in [
+        ((model, lambda: model(tokens(seed=next(seeds)))), "same input for the same item, and item 0 began with another; seed its noise"),
+        ((model, lambda: None), "run must return the tensors to compare, or call the model, and did neither"),
+        ((model, run, None, 1024), "no attention call that may skip: .* or they have fewer than min_kv_len keys"),
+        (("model", run), "sensitivity needs a diffusers pipeline, got str"),
+    ]:
+        config = skip_config(0.5, min_kv_len=arguments[3] if len(arguments) > 3 else 0)
+        with pytest.raises(ValueError, match=text):
+            sensitivity(*arguments[:3], config=config, progress=False)
+    for keywords, text in [
+        ({"psnr": math.nan}, "psnr must be a number of dB"),
+        ({"peak": 0}, "peak a number > 0"),
+        ({"attention_share": 1.5}, r"attention_share must be in \(0, 1\]"),
+        ({"config": 0.1}, "sensitivity needs a SkipConfig"),
+        ({"gates": (0.5,)}, "gates need the noise level of every call"),
+        ({"gates": (2.0,)}, "gates"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            sensitivity(model, run, **{**ALL, **keywords})
+    assert not model._forward_pre_hooks
+
+
+def test_the_proposal_for_a_trained_model_keeps_its_budget_when_it_serves() -> None:
+    model = load_model()
+    words = torch.tensor([[3, 11, 7, 12]])
+    run = lambda m: sample(m, words, steps=2, frames=4, seed=5)
+    config = SkipConfig(target_sparsity=0.3, calibration=Calibration(45.0, 10.1), tile_order="own_first")
+    found = sensitivity(model, lambda: run(model), config=config, psnr=34.0, alone=False, gates=(), progress=False)
+    worst = max(found.layers, key=lambda row: row.cost)
+    assert worst.layer.full == "blocks.0.attn1"
+    assert found.ignore[0] == "blocks.0.attn1"
+    assert found.points[1].psnr < 34 <= found.proposal.psnr
+    assert 0 < found.proposal.share < found.points[1].share
+    assert served(model, found.config(), run)[1] == pytest.approx(found.proposal.psnr, abs=0.3)
