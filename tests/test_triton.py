@@ -288,6 +288,23 @@ def test_dense_blocks_of_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         run_case(dataclasses.replace(SMALL, Sq=rows, threshold=0.0))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("ragged", Sq=200, Skv=300),
+        Case("own_first", Sq=330, Skv=330, tile_order="own_first"),
+        Case("causal", Sq=300, Skv=300, tile_order="own_first", is_causal=True),
+        Case("one_group", Sq=64, Skv=200),
+        Case("key_mask", Sq=200, Skv=300, mask="key_bool"),
+        Case("grouped_queries", B=1, Hq=4, Hkv=2, Sq=129, Skv=300),
+    ],
+    ids=str,
+)
+def test_two_groups_of_a_block_vote_apart(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_config(monkeypatch, Config(128, 8, 1, 128))
+    run_case(dataclasses.replace(case, threshold=(0.1,) * case.B))
+
+
 def test_any_strides() -> None:
     inputs = dataclasses.replace(SMALL, B=2, Hq=2, Sq=9, Skv=200).inputs()
     query, key, value = inputs[:3]
@@ -374,6 +391,11 @@ def test_every_problem_has_a_configuration(capability: tuple[int, int] | None, e
             assert block_q == 64 or (block_q == 128 and not vote)
             assert warps in (4, 8)
             assert chunk in (32, 64, 128, 256)
+        for tile_q in (64, 128):
+            launch = implementation.measuring(capability, element_size, dim, tile_q, True)
+            assert (launch.vote, launch.config.block_q) == (True, tile_q), "V of a masked tile is not read"
+            assert launch.config.chunk in (32, 64, 128, 256)
+            assert implementation.measuring(capability, element_size, dim, tile_q, False).config == launch.config
 
 
 def python(script: str, **environment: str) -> subprocess.CompletedProcess:
@@ -409,19 +431,22 @@ class Compiler:
         return lambda *args, **options: compiled.append(kernel.warmup(*args, grid=grid, **options).metadata.shared)
 
 triton.runtime.driver.set_active(Driver())
-kernel, config = implementation._kernel(), implementation.config
+kernel = implementation._kernel()
 implementation._kernel = Compiler
-implementation.config = lambda _, *problem: config(divmod(capability, 10), *problem)
-for capability, head_dim, causal, limit in PROBLEMS:
+implementation._capability = lambda query: divmod(capability, 10)
+for capability, head_dim, causal, measured, limit in PROBLEMS:
     compiled = []
     kernel.device_caches.clear()
     query = torch.empty(1, 1000, 8, head_dim, dtype=torch.bfloat16, device="meta").transpose(1, 2)
     results = torch.empty_like(query), torch.empty(1, 8, 1000, device="meta"), torch.empty(1, 8, 2, dtype=torch.int32, device="meta")
     implementation.run(query, query, query, torch.empty((), device="meta"), None, None, results, causal, 0.1, "own_first")
-    assert len(compiled) == 2 - causal
+    thresholds, counts = torch.empty(32, device="meta"), torch.empty(1, 8, 33, dtype=torch.int32, device="meta")
+    results = torch.empty_like(query), counts
+    implementation.measure(query, query, query, thresholds, None, None, results, causal, 0.1, "own_first", (measured, 128))
+    assert len(compiled) == 3 - causal
     assert max(compiled) <= limit, (capability, head_dim, compiled)
 """
-PROBLEMS = [(80, 128, False, 166912), (86, 256, True, 101376), (100, 128, True, 232448), (120, 64, True, 101376)]
+PROBLEMS = [(80, 128, False, 128, 166912), (86, 256, True, 128, 101376), (100, 128, True, 64, 232448), (120, 64, True, 64, 101376)]
 
 
 def test_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
