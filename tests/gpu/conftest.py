@@ -5,12 +5,14 @@ import torch
 
 from skip_attn_compile.kernels import Problem, sm90, triton
 
+TRITON_SERVES = ("test_triton_kernel.py", "test_measure_kernels.py")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/gpu/" in str(item.path):
             item.add_marker(pytest.mark.gpu)
-            if (reason := _why_not(triton if item.path.name == "test_triton.py" else sm90)) is not None:
+            if (reason := _why_not(triton if item.path.name in TRITON_SERVES else sm90)) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
