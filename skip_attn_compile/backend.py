@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from skip_attn_compile.calls import Schedule
 from skip_attn_compile.composites import has_composites, open_composites
-from skip_attn_compile.config import SkipConfig
+from skip_attn_compile.config import FITTED_AT, SkipConfig
 from skip_attn_compile.frames import frames_of_graph
 from skip_attn_compile.gate import Gate
 from skip_attn_compile.layers import Frame, KnownModels, LayerName, unwrap
@@ -204,7 +204,7 @@ class SkipBackend:
             self._graphs.append(record)
 
     def _log(self, record: GraphRecord) -> None:
-        """Each reason once; the report has them all. A warning where the config asks for skipping and nothing here can do it."""
+        """Each reason once; the report has them all. A warning where nothing here can skip, or no curve says how much."""
         kept = len(record.decisions) - len(record.rewritten)
         log.info("graph with %d attention sites: %d rewritten, %d kept", len(record.decisions), len(record.rewritten), kept)
         unserved = {reason for decision in record.decisions if decision.unserved for reason in decision.reasons}
@@ -212,7 +212,8 @@ class SkipBackend:
             for reason in row.reasons:
                 if reason not in self._logged:
                     self._logged.add(reason)
-                    log.log(logging.WARNING if reason in unserved else logging.INFO, "%s is %s: %s", row.name, row.decision, reason)
+                    warns = reason in unserved or reason.endswith(FITTED_AT)
+                    log.log(logging.WARNING if warns else logging.INFO, "%s is %s: %s", row.name, row.decision, reason)
 
 
 def report(compiled: Any) -> Report:

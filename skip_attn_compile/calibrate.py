@@ -18,7 +18,7 @@ from torch import nn
 
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.gate import Gate
-from skip_attn_compile.layers import is_compiled
+from skip_attn_compile.layers import LayerName, is_compiled
 from skip_attn_compile.measure import MOST_THRESHOLDS
 from skip_attn_compile.measurement import Measurement, Setup
 from skip_attn_compile.observe import Observer
@@ -83,6 +83,9 @@ def calibrate(
                 with observer.watching():
                     run(*todo[number])
                 measurement.add(observer.take(), held_out=number % 2 == 1)
+                for component in measurement.components:
+                    measured = (observer.modules[LayerName(component, path)] for path in measurement.layers(component))
+                    measurement.targets[component] = sorted({type(module).__name__ for module in measured})
                 if path is not None:
                     measurement.save(path)
                 advance("")

@@ -79,7 +79,8 @@ def read(source: Any) -> CheckpointSparsity:
 
 def write(record: CheckpointSparsity) -> dict[str, Any]:
     """`record` as V1. vLLM-Omni and TensorRT-LLM look keys up by name in the group and in `coefficients`, and take every member of
-    config_groups for a group; so what only we know stands under a key of our own inside the group, where it also stays with its curve."""
+    config_groups for a group; so what only we know stands under a key of our own inside the group, where it also stays with its curve.
+    The curve stands there twice: ModelOpt's own loader (0.47) knows `prefill` alone, and serves a threshold of its own without it."""
     if record.calibration is None:
         raise ValueError("a checkpoint holds a calibration, and there is none to write")
     from skip_attn_compile import __version__
@@ -96,7 +97,7 @@ def write(record: CheckpointSparsity) -> dict[str, Any]:
         "algorithm": ALGORITHMS[0],
         "targets": list(record.targets),
         "ignore": list(record.ignore),
-        "threshold_scale_factor": {"formula": FORMULA, "coefficients": {"a": curve.a, "b": curve.b}},
+        "threshold_scale_factor": {"formula": FORMULA, **{key: {"a": curve.a, "b": curve.b} for key in ("coefficients", "prefill")}},
         "target_sparsity": record.target_sparsity,
         "disabled_until_timestep": record.disabled_until_timestep,
         "initial_disabled_steps": record.initial_disabled_steps,
@@ -134,6 +135,8 @@ def _config(where: str, record: CheckpointSparsity, overrides: Mapping[str, Any]
     fields = {name: value for name, value in overrides.items() if (name, value) != ("disabled_until_timestep", None)}
     if fields.get("calibration") is None:
         fields["calibration"] = record.calibration
+        if record.calibration is not None and record.calibration.tile_order is not None and fields.get("threshold") is None:
+            fields.setdefault("tile_order", record.calibration.tile_order)  # in another order the curve would not hold
     fields["checkpoint_ignore"] = record.ignore + check_patterns("checkpoint_ignore", fields.get("checkpoint_ignore", ()))
     if all(fields.get(name) is None for name in ("threshold", "target_sparsity")):
         fields["target_sparsity"] = record.target_sparsity

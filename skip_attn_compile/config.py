@@ -1,6 +1,7 @@
 """What the user asks for: frozen, validated at construction, and therefore never wrong later."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +19,10 @@ from skip_attn_compile.validate import (
     is_finite,
 )
 
+log = logging.getLogger(__name__)
+
 TILE_ORDERS = ("ascending", "own_first")
+FITTED_AT = "that the curve was fitted at"
 IMPLEMENTATIONS = ("auto", "reference", "sm90", "triton", "flashinfer")
 
 
@@ -60,6 +64,17 @@ class Calibration(Checked):
             return self.a * math.exp(self.b * target_sparsity)
         except OverflowError:
             return math.inf
+
+    def extrapolates(self, target_sparsity: float, kv_len: int | None = None) -> list[str]:
+        """In which ways the curve would be used outside of what it was fitted on, in words; empty where that is not so, or not known."""
+        beyond = []
+        if self.sparsity_range is not None and not self.sparsity_range[0] <= target_sparsity <= self.sparsity_range[1]:
+            low, high = self.sparsity_range
+            beyond.append(f"the target {target_sparsity:g} lies outside the shares {low:g} to {high:g} that the curve was fitted on")
+        if self.kv_lens and kv_len is not None and not min(self.kv_lens) <= kv_len <= max(self.kv_lens):
+            lengths = " to ".join(f"{n:,}" for n in dict.fromkeys((min(self.kv_lens), max(self.kv_lens))))
+            beyond.append(f"{kv_len:,} keys are not the {lengths} {FITTED_AT}")
+        return beyond
 
     def threshold_at(self, target_sparsity: float, kv_len: int) -> float:
         """lambda for a target sparsity at kv_len keys; 1 or more means that the curve cannot reach the target there."""
@@ -154,6 +169,7 @@ class SkipConfig(Checked):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         self._check_operating_point()
+        self._warn_of_extrapolation()
 
     @classmethod
     def from_checkpoint(cls, source: Any, **overrides: Any) -> Any:
@@ -162,7 +178,7 @@ class SkipConfig(Checked):
         source: a component's folder, its config.json, a dict, a diffusers model or its `.config`; or a pipeline's folder, which gives
             a dict of SkipConfig by component name.
         overrides: fields of SkipConfig. A threshold or target_sparsity beats the checkpoint's target and gate, a calibration replaces
-            its curve; `ignore` adds to the checkpoint's, which is held as checkpoint_ignore.
+            its curve; `ignore` adds to the checkpoint's, which is held as checkpoint_ignore. tile_order is the curve's, unless given.
         Raises CheckpointError, a ValueError, for what cannot be used.
         """
         from skip_attn_compile import checkpoint
@@ -172,12 +188,23 @@ class SkipConfig(Checked):
     def to_checkpoint(self, like: Any = None) -> dict[str, Any]:
         """`{"sparse_attention_config": ...}` for a component's config.json; ValueError where the format cannot say what this config says.
 
-        It holds curve, target_sparsity, gate and both ignore lists. How a kernel is run (min_kv_len, tile_order, implementation) has no
-        place in a checkpoint. like: a source as for `from_checkpoint`, whose other facts (targets, dense first steps) are kept.
+        It holds curve, target_sparsity, gate and both ignore lists, and of how a kernel is run what belongs to the curve, tiles and their
+        order. like: a source as for `from_checkpoint`, whose other facts (targets, dense first steps) are kept.
         """
         from skip_attn_compile import checkpoint
 
         return checkpoint.to_checkpoint(self, like)
+
+    def _warn_of_extrapolation(self) -> None:
+        """Of targets; of lengths the backend warns, which meets them."""
+        points: tuple[SkipConfig | Rule, ...] = (self, *self.rules)
+        for point in points:
+            target = self.target_sparsity if point.target_sparsity is None else point.target_sparsity
+            curve = point.calibration or self.calibration
+            if target is not None and curve is not None:
+                for text in curve.extrapolates(target):
+                    where = f"rule {point.pattern!r}: " if isinstance(point, Rule) else ""
+                    log.warning("%s%s: calibrate nearer to it, or expect another share", where, text)
 
     def _check_operating_point(self) -> None:
         if self.threshold is not None and self.target_sparsity is not None:

@@ -128,10 +128,8 @@ class Sensitivity:
         best = self.proposal
         if not best.share:
             return "\n".join([*lines, f"nothing can be skipped within PSNR >= {self.budget:g} dB: lower the threshold or the target"])
-        lines += [
-            f"for PSNR >= {self.budget:g} dB: {_decibel(best.psnr)} measured; {best.share:.1%} skipped, speed-up at most {best.speedup:.2f}",
-            f"disabled_until_timestep={best.disabled_until_timestep:g}, ignore={self.ignore}",
-        ]
+        lines.append(f"for PSNR >= {self.budget:g} dB: disabled_until_timestep={best.disabled_until_timestep:g}, ignore={self.ignore}")
+        lines.append(f"measured {_decibel(best.psnr)}, {best.share:.1%} skipped; estimated speed-up {best.speedup:.2f} at most")
         return "\n".join(lines)
 
 

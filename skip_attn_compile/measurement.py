@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from skip_attn_compile.checkpoint import CheckpointSparsity
 from skip_attn_compile.config import Rule, SkipConfig
 from skip_attn_compile.fit import Fit, MeasuredCurve, fit
 from skip_attn_compile.layers import LayerName
@@ -44,11 +45,13 @@ class Measurement:
     """What `calibrate` found: tiles visited and skipped, by layer, number of keys, noise level and threshold.
 
     items: how many were run. counts: of the fitted and of the held-out items, cell -> [visited, skipped at each threshold].
+    targets: component -> class names of the attention modules that were measured; a checkpoint names them.
     """
 
     setup: Setup
     items: int = 0
     counts: tuple[dict[Cell, list[int]], dict[Cell, list[int]]] = field(default_factory=lambda: ({}, {}))
+    targets: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, found: Mapping[Cell, list[int]], *, held_out: bool) -> None:
         into = self.counts[held_out]
@@ -77,6 +80,10 @@ class Measurement:
             MeasuredCurve(n, self.setup.thresholds, tuple(c / sum_[0] for c in sum_[1:])) for n, sum_ in sorted(sums.items()) if sum_[0]
         ]
 
+    def _unseen(self, component: str, **which: Any) -> list[MeasuredCurve]:
+        """What a fit is judged by: the curves of the held-out items, where they have any."""
+        return self.curves(component, **which, held_out=True) or self.curves(component, **which)
+
     def fit(self, component: str, *, target: float | None = None, layer: str | None = None, up_to: float | None = None) -> Fit:
         """The curve of a component, or of one layer; near `target` if given. ValueError where the measurement cannot carry one."""
         return fit(self.curves(component, layer=layer, up_to=up_to), tile=self.setup.tile, tile_order=self.setup.tile_order, target=target)
@@ -84,7 +91,7 @@ class Measurement:
     def deviations(self, component: str, targets: Sequence[float], *, up_to: float | None = None) -> dict[int, list[float]]:
         """Number of keys -> achieved minus asked share for each target, each with its curve; on held-out items, else on the fitted."""
         fits = [self.fit(component, target=target, up_to=up_to) for target in targets]
-        curves = self.curves(component, up_to=up_to, held_out=bool(self.counts[1]))
+        curves = self._unseen(component, up_to=up_to)
         return {curve.kv_len: [f.deviation(curve, target) for f, target in zip(fits, targets, strict=True)] for curve in curves}
 
     def config(
@@ -111,11 +118,6 @@ class Measurement:
                     f" of the tiles; ask for at most {math.floor(100 * reach) / 100:g}"
                 )
             fitted = self.fit(component, target=target_sparsity, up_to=up_to)
-            low, high = fitted.calibration.sparsity_range or (0.0, 1.0)
-            if not low <= target_sparsity <= high:
-                log.warning(
-                    "target_sparsity=%g lies outside the shares %.2f to %.2f that the curve was fitted on", target_sparsity, low, high
-                )
             rules = () if per_layer is False else self._rules(component, fitted, target_sparsity, up_to, always=per_layer is True)
             configs[component] = SkipConfig(
                 target_sparsity=target_sparsity,
@@ -130,7 +132,9 @@ class Measurement:
     def to_checkpoint(self, target_sparsity: float, **fields: Any) -> dict[str, dict[str, Any]]:
         """Component -> its `sparse_attention_config`, with the observed ranges and tiles beside the curve."""
         configs = self.config(target_sparsity, **fields)
-        return {name: c.to_checkpoint() for name, c in (configs if isinstance(configs, dict) else {"": configs}).items()}
+        by_name = configs if isinstance(configs, dict) else {"": configs}
+        like = {name: CheckpointSparsity(targets=tuple(self.targets.get(name, ()))) for name in by_name}
+        return {name: config.to_checkpoint(like[name]) for name, config in by_name.items()}
 
     def _rules(self, component: str, whole: Fit, target: float, up_to: float | None, *, always: bool) -> list[Rule]:
         rules = []
@@ -140,7 +144,7 @@ class Measurement:
             except ValueError as reason:
                 log.info("%s has no curve of its own and takes its component's: %s", layer, reason)
                 continue
-            curves = self.curves(component, layer=layer, up_to=up_to, held_out=bool(self.counts[1]))
+            curves = self._unseen(component, layer=layer, up_to=up_to)
             error = lambda f: max(abs(f.deviation(curve, target)) for curve in curves)  # noqa: B023
             if always or error(own) < error(whole):
                 rules.append(Rule(LayerName(component, layer).full, calibration=own.calibration))
@@ -153,6 +157,7 @@ class Measurement:
             "skip_attn_compile_measurement": _FORMAT,
             "setup": asdict(self.setup),
             "items": self.items,
+            "targets": self.targets,
             "fitted": [[c.component, c.site, c.kv_len, c.t, counts] for c, counts in self.counts[0].items()],
             "held_out": [[c.component, c.site, c.kv_len, c.t, counts] for c, counts in self.counts[1].items()],
         }
@@ -180,7 +185,7 @@ class Measurement:
             raise ValueError(
                 f"{path} must be a measurement written by calibrate(state=...) or Measurement.save, but is not: {error}"
             ) from error
-        return cls(setup, data["items"], counts)  # type: ignore[arg-type]
+        return cls(setup, data["items"], counts, data.get("targets", {}))  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         lines = [f"{self.items} items, {self.setup}"]
@@ -194,6 +199,9 @@ class Measurement:
             lines += [str(fitted), f"lambda = 1 skips {fitted.reach:.1%}"]
             targets = [n / 10 for n in range(1, 10) if n / 10 <= fitted.reach]
             rows = [("target", *(f"{target:.0%}" for target in targets))]
-            rows += [(f"{n:,} keys", *(f"{d:+.1%}" for d in row)) for n, row in self.deviations(component, targets).items()]
-            lines += [f"deviation on {'held-out' if self.counts[1] else 'the fitted'} items:", *table(rows)]
+            deviations = self.deviations(component, targets)
+            rows += [(f"{n:,} keys", *(f"{d:+.1%}" for d in row)) for n, row in deviations.items()]
+            missed = [abs(d) for row in deviations.values() for d in row]
+            mean = f", {math.fsum(missed) / len(missed):.1%} in the mean" * bool(missed)
+            lines += [f"achieved minus target on {'held-out' if self.counts[1] else 'the fitted'} items{mean}:", *table(rows)]
         return "\n".join(lines)

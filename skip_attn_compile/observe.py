@@ -58,10 +58,12 @@ class Watcher(TorchFunctionMode):
     def __init__(self, models: Mapping[str, nn.Module], want: Want, gate: Gate) -> None:
         super().__init__()
         self._names: dict[nn.Module, LayerName] = {}
+        self.modules: dict[LayerName, nn.Module] = {}
         known = KnownModels()
         for component, model in models.items():
             for path, module in known.attach(model, component).modules():
-                self._names.setdefault(module, LayerName(component, path))
+                name = self._names.setdefault(module, LayerName(component, path))
+                self.modules[name] = module
         self._roots = set(models.values())
         self._want, self._gate = want, gate
         self._running: list[LayerName] = []

@@ -13,6 +13,7 @@ from skip_attn_compile.layers import Candidate, Frame, KnownModel, KnownModels, 
 from skip_attn_compile.live import ATTACH, GraphRecord
 from skip_attn_compile.report import UNKNOWN_LAYER, Report, SiteReport, UnmatchedPattern, nearest
 from skip_attn_compile.rules import Decision, Policy, matches, policy
+from skip_attn_compile.sites import Size
 
 KEPT_WHEN_COMPILED = "kept when it was compiled, by the config and for the layers known then; torch.compiler.reset() compiles it anew"
 
@@ -149,13 +150,13 @@ def _site_row(decision: Decision, layer: LayerName, config: SkipConfig, counts: 
         row.implementation, row.tile = decision.implementation.name, (decision.implementation.tile_q, decision.implementation.tile_k)
     row.visited, row.skipped, clamped = counts
     row.clamped = clamped if asked.target_sparsity is not None else 0
-    row.reasons += tuple(_remarks(row, asked, config))
+    row.reasons += tuple(_remarks(row, asked, config, kv_len))
     if decision.implementation is not None and not decision.implementation.counts_tiles:
         row.reasons += (f"{row.implementation} counts no tiles",)
     return row
 
 
-def _remarks(row: SiteReport, asked: Policy, config: SkipConfig) -> Iterator[str]:
+def _remarks(row: SiteReport, asked: Policy, config: SkipConfig, kv_len: Size | None) -> Iterator[str]:
     """What the user should know of a rewritten site besides its numbers."""
     if row.decision == "dense now" and not asked.reasons:
         yield "threshold is 0"
@@ -167,9 +168,7 @@ def _remarks(row: SiteReport, asked: Policy, config: SkipConfig) -> Iterator[str
     fitted = (curve.tile or row.tile, curve.tile_order or config.tile_order)
     if fitted != (row.tile, config.tile_order):
         yield f"the curve was fitted at tiles {fitted[0]}, {fitted[1]}; here they are {row.tile}, {config.tile_order}"
-    if curve.sparsity_range is not None and not curve.sparsity_range[0] <= row.target_sparsity <= curve.sparsity_range[1]:
-        low, high = curve.sparsity_range
-        yield f"the target {row.target_sparsity:g} lies outside the shares {low:g} to {high:g} that the curve was fitted on"
+    yield from curve.extrapolates(row.target_sparsity, kv_len if isinstance(kv_len, int) else None)
 
 
 def _unknown_row(decision: Decision, frame: Frame, path: str) -> SiteReport:

@@ -42,9 +42,8 @@ class Trial(Watcher):
     def __init__(self, models: Mapping[str, nn.Module], configs: Mapping[str, SkipConfig], gate: Gate) -> None:
         super().__init__(models, self._runs, gate)
         self._models, self._configs = models, configs
-        self._policies = {name: policy(configs[name.component], name) for name in self._names.values() if name.component in configs}
-        modules = {name: module for module, name in self._names.items()}
-        self._blocks = {layer: _block(modules, layer) for layer in self._policies}
+        self._policies = {name: policy(configs[name.component], name) for name in self.modules if name.component in configs}
+        self._blocks = {layer: _block(self.modules, layer) for layer in self._policies}
         self._repeats_itself: dict[nn.Module, bool] = {}
         self._met: set[LayerName] = set()
         self._comparing = False

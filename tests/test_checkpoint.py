@@ -194,12 +194,13 @@ def test_written_as_v1_nothing_is_lost(config, record) -> None:
     written = json.loads(json.dumps(write(record), allow_nan=False))
     group = written["sparse_attention_config"]["config_groups"]["group_0"]
     assert group["algorithm"] == "skip_softmax"
-    assert group["threshold_scale_factor"] == {"formula": FORMULA, "coefficients": {"a": record.calibration.a, "b": record.calibration.b}}
+    curve = {"a": record.calibration.a, "b": record.calibration.b}
+    assert group["threshold_scale_factor"] == {"formula": FORMULA, "coefficients": curve, "prefill": curve}
     assert dataclasses.replace(read(written), producer=record.producer) == record
     assert write(read(written)) == written
 
 
-# What the two readers that serve diffusion models take from a file, key by key.
+# What the readers that serve diffusion models take from a file, key by key.
 def test_other_readers_find_what_they_look_for() -> None:
     written = SkipConfig.from_checkpoint({"sparse_attention_config": V1}).to_checkpoint(like={"sparse_attention_config": V1})
     assert list(written) == ["sparse_attention_config"]
@@ -207,7 +208,8 @@ def test_other_readers_find_what_they_look_for() -> None:
     assert list(inner) == ["config_groups", "producer"]
     assert inner["producer"]["name"] == "skip_attn_compile"
     (group,) = inner["config_groups"].values()  # every member is taken for a group
-    assert {key: value for key, value in group.items() if key != "skip_attn_compile"} == V1["config_groups"]["group_0"]
+    expected = edited(V1, f"{FACTOR}.prefill", {"a": A, "b": B})["config_groups"]["group_0"]
+    assert {key: value for key, value in group.items() if key != "skip_attn_compile"} == expected
     assert group["skip_attn_compile"] == {"tile": [128, 128], "tile_order": "ascending"}
 
 
@@ -563,7 +565,9 @@ def test_a_config_survives_the_round_trip() -> None:
     point = {"target_sparsity": 0.5, "calibration": curve, "disabled_until_timestep": 0.86}
     config = SkipConfig(**point, ignore=("y", "x"), checkpoint_ignore=("x", "z"))
     again = SkipConfig.from_checkpoint(json.loads(json.dumps(config.to_checkpoint())))
-    assert again == SkipConfig(**point, checkpoint_ignore=("x", "z", "y"))
+    assert again == SkipConfig(**point, checkpoint_ignore=("x", "z", "y"), tile_order="own_first"), "the order belongs to the curve"
+    assert SkipConfig.from_checkpoint(config.to_checkpoint(), tile_order="ascending").tile_order == "ascending"
+    assert SkipConfig.from_checkpoint(config.to_checkpoint(), threshold=0.1).tile_order == "ascending"
     assert again.to_checkpoint() == config.to_checkpoint()
 
 
