@@ -57,7 +57,7 @@ def calibrate(
     state: a JSON file that is written after each item; where it exists, the items in it are not run again.
     progress: on stderr, a bar where tqdm is installed and a line for each item where it is not.
 
-    The run is dense and exact. Its cost is one more pass over the scores of the measured calls; its memory does not grow with the items.
+    The run is dense and exact, and counts in the pass that makes the output; its memory does not grow with the items.
     Raises ValueError for what cannot be measured, and for a state file of another calibration.
     """
     models, schedule = models_of(pipe_or_model, "calibrate")
