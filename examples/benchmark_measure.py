@@ -79,7 +79,7 @@ def sweep(shape: Measured, rounds: int) -> None:
     table = triton.measuring
     for tile, order in TILES:
         for launch in CANDIDATES:
-            if launch.config.block_q >= tile[0]:
+            if launch.config.block_q == tile[0]:
                 triton.measuring = lambda *_, launch=launch: launch
                 try:
                     (times,) = time_in_turn([shape.measurement(triton.IMPLEMENTATION, tile, order)], rounds, 0.0)
