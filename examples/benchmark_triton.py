@@ -25,11 +25,7 @@ from skip_attn_compile.kernels import triton
 from skip_attn_compile.kernels.triton import Config
 
 SHAPES = ((24, 8192, 128), (24, 16384, 128), (24, 8192, 64), (24, 16384, 64))
-VOTING = (
-    *(Config(64, 4, stages, 128) for stages in (1, 2, 3)),
-    *(Config(128, 8, stages, 128) for stages in (1, 2, 3, 4)),
-    Config(128, 4, 2, 128),
-)
+VOTING = (Config(64, 4, 1, 128), Config(64, 4, 2, 128), Config(64, 4, 3, 128), Config(64, 8, 2, 128))
 DENSE = (Config(64, 4, 1, 128), Config(64, 4, 2, 128), Config(128, 8, 1, 128), Config(128, 8, 2, 128), Config(128, 8, 3, 128))
 
 
@@ -43,8 +39,8 @@ def configuration(votes: bool, chosen: Config) -> Iterator[None]:
     """`chosen` in the launch that votes, or in the dense one; the other as in the table."""
     table = triton.config
 
-    def config(capability: tuple[int, int] | None, element_size: int, dim: int, vote: bool, pairs: bool = True) -> Config:
-        return chosen if vote == votes else table(capability, element_size, dim, vote, pairs)
+    def config(capability: tuple[int, int] | None, element_size: int, dim: int, vote: bool) -> Config:
+        return chosen if vote == votes else table(capability, element_size, dim, vote)
 
     triton.config = config
     try:

@@ -2,6 +2,7 @@
 
     attention(query, key, value, threshold, attn_mask, query_mask, is_causal, scale, tile_order, implementation)
         -> (out, lse, counts)
+    attention.lambda_on_host(...), the same with threshold on the CPU: for kernels that take lambda as a number. Never in a CUDA graph
 
 query [B,Hq,Sq,D], key [B,Hkv,Skv,D], value [B,Hkv,Skv,Dv] (grouped-query attention when Hq is a multiple of Hkv), threshold = lambda,
 float32 [] or [B]; out [B,Hq,Sq,Dv] in query's dtype and dimension order, lse float32 [B,Hq,Sq] (natural log), counts int32 [B,Hq,2]
@@ -22,12 +23,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _library = torch.library.Library("skip_attn_compile", "DEF")
-_library.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor threshold, Tensor? attn_mask, Tensor? query_mask, bool is_causal, "
-    "float? scale, str tile_order, str implementation) -> (Tensor out, Tensor lse, Tensor counts)",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+_SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor threshold, Tensor? attn_mask, Tensor? query_mask, bool is_causal, "
+    "float? scale, str tile_order, str implementation) -> (Tensor out, Tensor lse, Tensor counts)"
 )
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_library.define(f"attention{_SCHEMA}", tags=_TAGS)
+_library.define(f"attention.lambda_on_host{_SCHEMA}", tags=(*_TAGS, torch.Tag.cudagraph_unsafe))
 attention = torch.ops.skip_attn_compile.attention.default
+attention_lambda_on_host = torch.ops.skip_attn_compile.attention.lambda_on_host
 
 # Memory orders of (B, H, S), outermost first. [B,S,H,D] memory comes first: it is what diffusers makes, and what a query gets whose
 # own order cannot be told (sliced, expanded, or of size 1).
@@ -78,8 +82,9 @@ def check_inputs(
 ) -> None:
     """Raise ValueError with contract, value and remedy where the tensors do not fit together.
 
-    lambda_on_host: the threshold may be on the CPU, too.
+    lambda_on_host: the threshold is to be on the CPU.
     """
+    threshold_device = torch.device("cpu") if lambda_on_host else query.device
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _check_operand(name, tensor, query)
     batch, heads, rows, head_dim = query.shape
@@ -94,8 +99,11 @@ def check_inputs(
         lambda: f"query heads must be a multiple of key heads, got {heads} and {kv_heads}; repeat or drop key heads",
     )
     _check(
-        threshold.dtype == torch.float32 and (threshold.device == query.device or (lambda_on_host and threshold.is_cpu)),
-        lambda: f"threshold must be float32 on {query.device}, got {threshold.dtype} on {threshold.device}; use .to(query.device).float()",
+        threshold.dtype == torch.float32 and threshold.device == threshold_device,
+        lambda: (
+            f"threshold must be float32 on {threshold_device}, got {threshold.dtype} on {threshold.device};"
+            f" use .to({str(threshold_device)!r}, torch.float32)"
+        ),
     )
     _check(
         threshold.dim() == 0 or (threshold.dim() == 1 and threshold.shape[0] == batch),
@@ -204,21 +212,44 @@ def _start(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Check and run a call of a new kind."""
-    check_inputs(query, key, value, threshold, attn_mask, query_mask, lambda_on_host=True)
+    check_inputs(query, key, value, threshold, attn_mask, query_mask)
     results = empty_results(query, value, query.device)
     problem = problem_of(query, key, value, attn_mask, query_mask is not None, is_causal, tile_order)
     problem = problem._replace(lambda_on_host=threshold.is_cpu)
-
-    def run(by: "Implementation") -> None:
-        if not by.lambda_on_host:
-            check_inputs(query, key, value, threshold, attn_mask, query_mask)
-        by.run(query, key, value, threshold, attn_mask, query_mask, results, is_causal, scale, tile_order)
-
+    run = lambda by: by.run(query, key, value, threshold, attn_mask, query_mask, results, is_causal, scale, tile_order)
     chosen = start(problem, implementation, run)
     if chosen.checks_arguments and call not in _plans:  # what runs the rule is not forgotten for an exception
         if len(_plans) >= _PLANS_KEPT:
             _plans.clear()
         _plans[call] = _Plan(chosen.run, *((tuple(x.shape), x.stride(), x.dtype) for x in results))
+    return results
+
+
+@torch.library.impl(_library, "attention.lambda_on_host", "CPU")
+@torch.library.impl(_library, "attention.lambda_on_host", "CUDA")
+def _attention_lambda_on_host(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    threshold: Tensor,
+    attn_mask: Tensor | None,
+    query_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    tile_order: str,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _raise_if_gradient_needed(query, key, value, attn_mask)
+    check_inputs(query, key, value, threshold, attn_mask, query_mask, lambda_on_host=True)
+    results = empty_results(query, value, query.device)
+    problem = problem_of(query, key, value, attn_mask, query_mask is not None, is_causal, tile_order)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+
+    def run(by: "Implementation") -> None:
+        of_its_device = threshold if by.lambda_on_host else threshold.to(query.device)  # where the first choice could not be started
+        by.run(query, key, value, of_its_device, attn_mask, query_mask, results, is_causal, scale, tile_order)
+
+    start(problem, implementation, run)
     return results
 
 
@@ -285,10 +316,10 @@ def _raise_if_gradient_needed(*inputs: Tensor | None) -> None:
 
 
 # Autograd adds nothing: kernel and fake raise where a gradient would be needed. A kernel of its own for that, in Python, takes 6 us.
-_library.impl("attention", torch.library.fallthrough_kernel, "Autograd")
+for _name in ("attention", "attention.lambda_on_host"):
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
 
-@torch.library.register_fake("skip_attn_compile::attention", lib=_library)
 def _attention_fake(
     query: Tensor,
     key: Tensor,
@@ -300,10 +331,16 @@ def _attention_fake(
     scale: float | None,
     tile_order: str,
     implementation: str,
+    *,
+    lambda_on_host: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _raise_if_gradient_needed(query, key, value, attn_mask)
-    check_inputs(query, key, value, threshold, attn_mask, query_mask, lambda_on_host=True)
+    check_inputs(query, key, value, threshold, attn_mask, query_mask, lambda_on_host=lambda_on_host)
     return empty_results(query, value, query.device)
+
+
+torch.library.register_fake("skip_attn_compile::attention", _attention_fake, lib=_library)
+torch.library.register_fake("skip_attn_compile::attention.lambda_on_host", partial(_attention_fake, lambda_on_host=True), lib=_library)
 
 
 def empty_results(query: Tensor, value: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.masks import Part
-from skip_attn_compile.ops import attention
+from skip_attn_compile.ops import attention, attention_lambda_on_host
 from skip_attn_compile.sites import AttentionSite, static_size
 
 _EXTRA_ATTRIBUTES = ("_param_name_to_source", "_source_to_user_stacks")
@@ -196,7 +196,7 @@ def _replace(
         if site.query.device != counts_device and not on_host:
             threshold = graph.call_method("to", (threshold, site.query.device))
         options = (mask, arguments["query_mask"], arguments["is_causal"], arguments["scale"], config.tile_order, config.implementation)
-        result = graph.call_function(attention, (query, key, value, threshold, *options))
+        result = graph.call_function(attention_lambda_on_host if on_host else attention, (query, key, value, threshold, *options))
         out = graph.call_function(operator.getitem, (result, 0))
         counts = graph.call_function(torch.sum, (graph.call_function(operator.getitem, (result, 2)), (0, 1)))
         if site.query.device != counts_device:

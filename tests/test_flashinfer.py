@@ -163,7 +163,7 @@ class Thresholds(Interpreter):
         self.seen = seen
 
     def call_function(self, target, args, kwargs):  # type: ignore[no-untyped-def]
-        if target is ops.attention:
+        if target in (ops.attention, ops.attention_lambda_on_host):
             self.seen.append(args[3])
         return super().call_function(target, args, kwargs)
 

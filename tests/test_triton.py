@@ -5,7 +5,6 @@ it for GPUs that are not here.
 """
 
 import dataclasses
-import itertools
 import math
 import os
 import subprocess
@@ -289,24 +288,6 @@ def test_dense_blocks_of_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         run_case(dataclasses.replace(SMALL, Sq=rows, threshold=0.0))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("ragged", Sq=200, Skv=300),
-        Case("own_first", Sq=330, Skv=330, tile_order="own_first"),
-        Case("causal", Sq=300, Skv=300, tile_order="own_first", causal=True),
-        Case("one_group", Sq=64, Skv=200),
-        Case("masks", Sq=200, Skv=300, mask="key_bool", query_mask=True),
-        Case("grouped_queries", B=1, Hq=4, Hkv=2, Sq=129, Skv=300),
-    ],
-    ids=str,
-)
-def test_two_groups_of_a_block_vote_apart(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_config(monkeypatch, Config(128, 8, 1, 128))
-    run_case(case)
-    check_measure(case)
-
-
 def test_any_strides() -> None:
     inputs = dataclasses.replace(SMALL, B=2, Hq=2, Sq=9, Skv=200).inputs()
     query, key, value = inputs[:3]
@@ -387,16 +368,17 @@ def test_serves_a_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("capability", [None, (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (13, 0)])
 @pytest.mark.parametrize("element_size", [2, 4])
 def test_every_problem_has_a_configuration(capability: tuple[int, int] | None, element_size: int) -> None:
-    for dim, pairs, either in itertools.product(range(1, 257), (True, False), (True, False)):
-        block_q, warps, _, chunk = implementation.config(capability, element_size, dim, vote := either, pairs)
-        assert block_q == 64 or (block_q == 128 and (pairs or not vote))
-        assert warps in (4, 8)
-        assert chunk in (32, 64, 128, 256)
+    for dim in range(1, 257):
+        for vote in (True, False):
+            block_q, warps, _, chunk = implementation.config(capability, element_size, dim, vote)
+            assert block_q == 64 or (block_q == 128 and not vote)
+            assert warps in (4, 8)
+            assert chunk in (32, 64, 128, 256)
         for tile_q in (64, 128):
-            launch = implementation.measuring(capability, element_size, dim, tile_q, masked := either, pairs)
-            assert launch.vote == masked, "V of a masked tile is not read"
-            assert launch.config.block_q == tile_q or (pairs and launch.config.block_q == 2 * tile_q == 128)
+            launch = implementation.measuring(capability, element_size, dim, tile_q, True)
+            assert (launch.vote, launch.config.block_q) == (True, tile_q), "V of a masked tile is not read"
             assert launch.config.chunk in (32, 64, 128, 256)
+            assert implementation.measuring(capability, element_size, dim, tile_q, False).config == launch.config
 
 
 def python(script: str, **environment: str) -> subprocess.CompletedProcess:

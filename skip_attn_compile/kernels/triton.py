@@ -20,23 +20,23 @@ LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))  # 163 KB or more a pro
 class Config(NamedTuple):
     """How the kernel is compiled for one kind of problem. Chosen from tables: timing candidates at run time would wait for the device."""
 
-    block_q: int  # query rows of a program: TILE_Q or a multiple of it, see the kernel
+    block_q: int  # query rows of a program: TILE_Q, or a multiple of it where nothing votes
     num_warps: int
     num_stages: int  # key tiles in flight
     chunk: int  # dimensions of a row that are in shared memory at a time, a power of 2
 
 
-def config(capability: tuple[int, int] | None, element_size: int, dim: int, vote: bool, pairs: bool = True) -> Config:
-    """dim: the larger of head_dim and value_dim; vote: as in the kernel; pairs: may two groups share a program?"""
+def config(capability: tuple[int, int] | None, element_size: int, dim: int, vote: bool) -> Config:
+    """dim: the larger of head_dim and value_dim; vote: as in the kernel."""
     if element_size == 4:  # products on the ordinary cores, whose operands need many registers
         return Config(64, 8, 1, 32)
     if capability not in LARGE_SHARED_MEMORY:
         return Config(64, 4, 2 if vote and dim <= 128 else 1, 128)
     if dim > 128:
         return Config(64, 8, 1, 256)
-    if vote and not pairs:
-        return Config(64, 4, 2, 128)
-    return Config(128, 8, 2 if vote or (dim > 64 and capability == (8, 0)) else 3, 128)  # 229 KB with 3 at 128
+    if vote:
+        return Config(64, 4, 2 if dim > 64 else 3, 128)
+    return Config(128, 8, 2 if dim > 64 and capability == (8, 0) else 3, 128)  # three stages are 229 KB at 128
 
 
 class Launch(NamedTuple):
@@ -45,22 +45,17 @@ class Launch(NamedTuple):
     config: Config
 
 
-def measuring(capability: tuple[int, int] | None, element_size: int, dim: int, tile_q: int, masked: bool, pairs: bool) -> Launch:
-    """How to measure. Where a tile can be masked, V must wait for the vote."""
-    if tile_q == TILE_Q:
-        chosen = config(capability, element_size, dim, masked or not pairs, pairs)
-    elif element_size == 4:
+def measuring(capability: tuple[int, int] | None, element_size: int, dim: int, tile_q: int, masked: bool) -> Launch:
+    """How to measure: in blocks of one group, of `tile_q` rows. Where a tile can be masked, V must wait for the vote."""
+    if tile_q == TILE_Q:  # V waits anyway: without tiles of V that are loaded ahead, two programs fit a multiprocessor
+        return Launch(True, "all", config(capability, element_size, dim, True))
+    if element_size == 4:
         chosen = Config(tile_q, 8, 1, 32)
     elif capability not in LARGE_SHARED_MEMORY:
         chosen = Config(tile_q, 8, 1, 64)
     else:
         chosen = Config(tile_q, 8, 2 if dim <= 128 else 1, 128)
     return Launch(masked, "all", chosen)
-
-
-def _pairs(query: Tensor, key: Tensor, tile_order: str) -> bool:
-    """Do groups 2n and 2n + 1 begin with the same tile?"""
-    return tile_order == "ascending" or query.shape[2] == key.shape[2]
 
 
 def _capability(query: Tensor) -> tuple[int, int] | None:
@@ -112,7 +107,7 @@ def run(
         check_inputs(query, key, value, threshold, attn_mask, query_mask)  # says what is wrong, in six times the time
         raise ValueError(f"attn_mask must be a key mask and head_dim at most {MAX_HEAD_DIM}")
     known = _capability(query), query.element_size(), max(query.shape[3], value.shape[3])
-    votes, dense = config(*known, True, _pairs(query, key, tile_order)), config(*known, False)
+    votes, dense = config(*known, True), config(*known, False)
     masked = attn_mask is not None or query_mask is not None or is_causal
     launches = (Launch(True, "all", votes),) if masked else (Launch(True, "sparse", votes), Launch(False, "dense", dense))
     _launch(launches, query, key, value, threshold, attn_mask, query_mask, *results, is_causal, scale, tile_order)
@@ -134,8 +129,7 @@ def measure(
     """Shapes as in `measure.py`; asynchronous, like `run`."""
     out, counts = results
     masked = attn_mask is not None or query_mask is not None or is_causal
-    known = _capability(query), query.element_size(), max(query.shape[3], value.shape[3])
-    launch = measuring(*known, tile[0], masked, _pairs(query, key, tile_order))
+    launch = measuring(_capability(query), query.element_size(), max(query.shape[3], value.shape[3]), tile[0], masked)
     _launch(
         (launch,),
         query,

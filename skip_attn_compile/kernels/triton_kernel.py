@@ -1,7 +1,7 @@
 """Skip-softmax attention in Triton. Imported at the first use, since it imports triton; `triton.py` beside it launches it.
 
-One program takes one block of query rows of one head over its key tiles in visiting order: one group of rows that votes, or two, which
-vote apart; where nothing may be skipped, any number. To measure, it skips nothing and counts the tiles that each of the lambdas would.
+One program takes one block of query rows of one head over its key tiles in visiting order: one group of 64 rows, which votes; or, where
+nothing may be skipped, more. To measure, it takes one group, skips nothing, and counts the tiles that each of up to 32 lambdas would skip.
 Where a tile of V is too large for shared memory, a program takes a chunk of V's dimensions; the programs of the other chunks decide alike.
 """
 
@@ -51,28 +51,20 @@ def softmax_pv(s, m, m_new, l, acc, v, unit, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def max_of_groups(x, in_first, LEAST_OF_ALL: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """(the largest of the first group's rows, of the second's); with an axis Triton 3.7 fails on Blackwell."""
-    if BLOCK_Q == GROUP:
-        return tl.max(x), tl.full([], LEAST_OF_ALL, x.dtype)
-    return tl.max(tl.where(in_first, x, LEAST_OF_ALL)), tl.max(tl.where(in_first, LEAST_OF_ALL, x))
-
-
-@triton.jit
 def clamped(threshold):
     """lambda: at most 1; NaN and less than 0 act as 0."""
     return tl.where(threshold > 0, tl.minimum(threshold, 1.0), 0.0)
 
 
 @triton.jit
-def row_gap(tile_max, m_new, unit):
-    """tile_max - m_new in log2, NONE in rows that have no key in the tile: lambda skips a group whose largest is below it.
+def tile_gap(tile_max, m_new, unit):
+    """max_i (tile_max[i] - m_new[i]) in log2 over the rows that have a key in the tile, NONE if no row has: lambda skips what is below.
 
     NaN is 0 here: its row objects to every skip.
     """
     gap = (tile_max - m_new) * unit
     gap = tl.where(gap <= 0, tl.maximum(gap, LEAST), 0.0)
-    return tl.where(tile_max == NONE, NONE, gap)
+    return tl.max(tl.where(tile_max == NONE, NONE, gap))
 
 
 @triton.jit
@@ -110,7 +102,7 @@ def attention_kernel(
     SCALE_FIRST: tl.constexpr,  # scores are scaled before they are compared; else (scale > 0) afterwards, which spares a multiplication
     CHECK_KEYS: tl.constexpr,  # kv_len is no multiple of TILE_K
     GROUP: tl.constexpr,  # query rows that vote together
-    BLOCK_Q: tl.constexpr,  # GROUP, or twice that where both have the same first tile; without VOTE and TRIALS any multiple
+    BLOCK_Q: tl.constexpr,  # GROUP, or in attention without VOTE a multiple of it
     BLOCK_D: tl.constexpr,  # dimensions of K that are loaded at a time, a power of 2
     CHUNKS_D: tl.constexpr,  # and how often
     BLOCK_DV: tl.constexpr,  # dimensions of V that a program takes
@@ -145,7 +137,6 @@ def attention_kernel(
 
     row0 = block * BLOCK_Q
     row = row0 + tl.arange(0, BLOCK_Q)
-    in_first = row < row0 + GROUP
     votes_of_row = row < q_len
     if QUERY_MASK:
         pointers = query_mask + item * query_mask_stride[0] + row.to(tl.int64) * query_mask_stride[1]
@@ -202,24 +193,18 @@ def attention_kernel(
         m_new = max_or_nan(m, tile_max)
 
         if TRIALS:
-            gap = max_of_groups(row_gap(tile_max, m_new, unit), in_first, NONE, GROUP, BLOCK_Q)
-            for group in tl.static_range(2):
-                would_skip += (tl.where(gap[group] == NONE, 0.0, gap[group]) < log2_trials).to(tl.int32)
+            gap = tile_gap(tile_max, m_new, unit)
+            would_skip += (tl.where(gap == NONE, 0.0, gap) < log2_trials).to(tl.int32)
         if VOTE:
             # 0: no row has a key here; 1: some have, and all agree to skip; 2: a row objects, by being near its maximum or NaN.
             if TRIALS:
-                verdict, verdict2 = tl.where(gap[0] == NONE, 0, 2), tl.where(gap[1] == NONE, 0, 2)
+                verdict = tl.where(gap == NONE, 0, 2)
             else:
                 agrees = (tile_max - m_new) * unit < log2_lambda
-                of_row = tl.where(tile_max == NONE, 0, tl.where(agrees, 1, 2))
-                verdict, verdict2 = max_of_groups(of_row, in_first, 0, GROUP, BLOCK_Q)
-            visited += (verdict > 0).to(tl.int32) + (verdict2 > 0).to(tl.int32)
-            skipped += (verdict == 1).to(tl.int32) + (verdict2 == 1).to(tl.int32)
-            if tl.maximum(verdict, verdict2) == 2:
-                if BLOCK_Q > GROUP:  # the other group's rows go through it with weights of 0
-                    kept = tl.where(in_first, verdict, verdict2) == 2
-                    m_new = tl.where(kept, m_new, m)
-                    s = tl.where(kept[:, None], s, NONE)
+                verdict = tl.max(tl.where(tile_max == NONE, 0, tl.where(agrees, 1, 2)))  # with an axis Triton 3.7 fails on Blackwell
+            visited += (verdict > 0).to(tl.int32)
+            skipped += (verdict == 1).to(tl.int32)
+            if verdict == 2:
                 v = load_tile(value, value_stride, col0, kv_len, value_dim, TILE_K, BLOCK_DV, CHECK_KEYS, CHECK_DV)
                 l, acc = softmax_pv(s, m, m_new, l, acc, v, unit, PRECISION)
                 m = m_new

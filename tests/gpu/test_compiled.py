@@ -1,5 +1,6 @@
 """The backend on a Hopper GPU: Inductor, CUDA graphs, live lambda, counts; against eager runs with the reference."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 
 import models
 import skip_attn_compile
-from skip_attn_compile import Rule, SkipConfig
+from skip_attn_compile import Rule, SkipConfig, kernels
+from skip_attn_compile.kernels import sm90
 
 HEADS, HEAD_DIM, TOKENS = 4, 64, 1024
 
@@ -20,6 +22,7 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.to_v = nn.Linear(HEADS * HEAD_DIM, HEADS * HEAD_DIM)
+        self.masked = False
 
     def forward(self, x: Tensor) -> Tensor:
         # Tiles of 128 keys lie on levels 0 to 7, the same for all rows, whatever x is.
@@ -30,7 +33,8 @@ class Attention(nn.Module):
         query = torch.zeros_like(key)
         query[..., 0] = 8.0  # times 1/sqrt(64): a score is the level, in nats
         value = self.to_v(x).unflatten(2, (HEADS, HEAD_DIM))
-        out = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        mask = torch.ones(1, 1, 1, tokens, dtype=torch.bool, device=x.device) if self.masked else None
+        out = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask)
         return x + out.transpose(1, 2).flatten(2)
 
 
@@ -152,3 +156,43 @@ def test_nothing_waits_for_the_device(model: Model) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
+
+
+def test_a_kernel_that_takes_lambda_on_the_host(model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The first block is served by one that wants it there, the others by one that reads it on the device; in one graph, with no wait."""
+    host = []
+
+    def run(query, key, value, threshold, *rest) -> None:
+        host.append(float(threshold))
+        sm90.run(query, key, value, threshold.to(query.device, non_blocking=True), *rest)
+
+    on_host = dataclasses.replace(
+        sm90.IMPLEMENTATION, name="on_host", run=run, lambda_on_host=True, checks_arguments=False, masks=("none",)
+    )
+    monkeypatch.setattr(kernels, "implementations", lambda: (on_host, sm90.IMPLEMENTATION))
+    model.blocks[1].masked = True
+    be = skip_attn_compile.backend(SkipConfig(threshold=0.1), model=model)
+    compiled = torch.compile(model, backend=be, mode="reduce-overhead")
+    x = inputs()
+    with torch.no_grad():
+        for threshold in (0.1, 0.1, 0.5, 1e-3):
+            be.update(threshold=threshold)
+            before = counts_of(be) or [(0, 0)] * 3
+            compiled(x)
+            with reference_sdpa([threshold]) as expected:
+                reference_forward(model, x)
+            assert [(a - c, b - d) for (a, b), (c, d) in zip(counts_of(be), before, strict=True)] == expected
+            assert host[-2:] == pytest.approx([threshold] * 2)
+        assert [site.implementation for site in be.report().sites] == ["on_host", "sm90", "on_host"]
+        assert be.report().graphs == 1
+        be.update(disabled_until_timestep=0.5)
+        level = torch.tensor(0.25, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with skip_attn_compile.timestep(level):
+                compiled(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert host[-2:] == [0.0, 0.0]
+    assert "is known on the device alone, but its attention takes lambda on the host" in caplog.text
