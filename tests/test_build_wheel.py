@@ -123,7 +123,6 @@ def test_on_a_gpu_without_a_library_the_reason_reaches_the_caller(
     ops._warn_slow.cache_clear()
     for _ in range(2):
         ops._warn_slow(problem)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"skip-softmax attention runs on the slow reference implementation: {reason}; triton is unavailable: the package triton is not"
-        " installed; pip install triton; reference serves cuda only when asked for by name"
-    ]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"skip-softmax attention runs on the slow reference implementation: {reason}; triton is unavailable: ")
+    assert said.endswith("; reference serves cuda only when asked for by name")
