@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from skip_attn_compile.checkpoint import CheckpointSparsity
-from skip_attn_compile.config import Rule, SkipConfig
+from skip_attn_compile.config import Calibration, Rule, SkipConfig
 from skip_attn_compile.fit import Fit, MeasuredCurve, fit
 from skip_attn_compile.layers import LayerName
 from skip_attn_compile.observe import Cell
@@ -79,6 +79,18 @@ class Measurement:
         return [
             MeasuredCurve(n, self.setup.thresholds, tuple(c / sum_[0] for c in sum_[1:])) for n, sum_ in sorted(sums.items()) if sum_[0]
         ]
+
+    def shares(self, component: str, calibration: Calibration, target_sparsity: float) -> dict[tuple[str, float | None], float]:
+        """(layer, noise level) -> the share that `calibration` skips there when it is asked for `target_sparsity`; on all items."""
+        sums: dict[tuple[str, float | None], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for cell, (visited, *skipped) in (row for part in self.counts for row in part.items()):
+            if cell.component == component and visited:
+                curve = MeasuredCurve(cell.kv_len, self.setup.thresholds, tuple(count / visited for count in skipped))
+                share = curve.share_at(min(calibration.threshold_at(target_sparsity, cell.kv_len), 1.0))
+                total = sums[cell.layer, cell.t]
+                total[0] += visited
+                total[1] += visited * share
+        return {where: skipped / visited for where, (visited, skipped) in sums.items()}
 
     def _unseen(self, component: str, **which: Any) -> list[MeasuredCurve]:
         """What a fit is judged by: the curves of the held-out items, where they have any."""
@@ -197,11 +209,14 @@ class Measurement:
                 lines.append(str(error))
                 continue
             lines += [str(fitted), f"lambda = 1 skips {fitted.reach:.1%}"]
-            targets = [n / 10 for n in range(1, 10) if n / 10 <= fitted.reach]
+            step = next((step for step in (0.1, 0.05, 0.02) if 3 * step <= fitted.reach), 0.01)
+            targets = [n * step for n in range(1, 10) if n * step <= fitted.reach]
+            if not targets:
+                continue
             rows = [("target", *(f"{target:.0%}" for target in targets))]
             deviations = self.deviations(component, targets)
             rows += [(f"{n:,} keys", *(f"{d:+.1%}" for d in row)) for n, row in deviations.items()]
             missed = [abs(d) for row in deviations.values() for d in row]
-            mean = f", {math.fsum(missed) / len(missed):.1%} in the mean" * bool(missed)
-            lines += [f"achieved minus target on {'held-out' if self.counts[1] else 'the fitted'} items{mean}:", *table(rows)]
+            items = "held-out" if self.counts[1] else "the fitted"
+            lines += [f"achieved minus target on {items} items, {math.fsum(missed) / len(missed):.1%} in the mean:", *table(rows)]
         return "\n".join(lines)

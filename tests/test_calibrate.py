@@ -293,9 +293,9 @@ def two_experts() -> DiffusionPipeline:
 
 
 def sample_experts(pipe: DiffusionPipeline, seed: int) -> Tensor:
-    """Latents of eight frames, in four steps."""
+    """Latents of four frames, in four steps."""
     pipe.set_progress_bar_config(disable=True)
-    generator, size = torch.Generator().manual_seed(seed), {"height": 512, "width": 512, "num_frames": 29}
+    generator, size = torch.Generator().manual_seed(seed), {"height": 512, "width": 512, "num_frames": 13}
     text = {"prompt_embeds": token_table()[WORDS], "guidance_scale": 1.0}
     return pipe(**text, **size, num_inference_steps=4, output_type="latent", generator=generator, return_dict=False)[0]
 
@@ -304,8 +304,8 @@ def sample_experts(pipe: DiffusionPipeline, seed: int) -> Tensor:
 def test_targets_are_met_on_other_videos_within_three_points(tile_order: str, targets: tuple[float, ...]) -> None:
     model, measurement = trained(tile_order)
     for deviations in measurement.deviations("", targets).values():
-        assert max(map(abs, deviations)) < 0.03
-    for target in (0.2, 0.4):
+        assert max(map(abs, deviations)) < 0.015
+    for target in (0.2, targets[-1]):
         torch.compiler.reset()
         be = backend(measurement.config(target), inner="eager", model=model)
         sample(torch.compile(model, backend=be), WORDS, steps=2, frames=8, seed=7)
@@ -317,12 +317,12 @@ def test_a_pipeline_of_two_experts_meets_its_targets_on_another_seed() -> None:
     pipe = two_experts()
     measurement = calibrate(pipe, lambda seed: sample_experts(pipe, seed), range(2), tile_order="own_first", progress=False)
     for component in ("transformer", "transformer_2"):
-        for deviations in measurement.deviations(component, [0.1, 0.2, 0.3, 0.4]).values():
-            assert max(map(abs, deviations)) < 0.03
-    handle = compile_pipeline(pipe, measurement.config(0.3), inner="eager")
+        for deviations in measurement.deviations(component, [0.1, 0.2, 0.3]).values():
+            assert max(map(abs, deviations)) < 0.02
+    handle = compile_pipeline(pipe, measurement.config(0.25), inner="eager")
     sample_experts(pipe, 7)
     for component in ("transformer", "transformer_2"):
-        assert handle.backends[component].report().sparsity == pytest.approx(0.3, abs=0.03)
+        assert handle.backends[component].report().sparsity == pytest.approx(0.25, abs=0.03)
 
 
 def test_a_target_beyond_reach_is_refused_with_what_is_reachable() -> None:

@@ -1,0 +1,163 @@
+"""What `skip-attn` does.
+
+    skip-attn calibrate my_script.py:build --target 0.5 --out transformer/config.json --picture curves.png
+    skip-attn sensitivity my_script.py:build --config transformer/config.json --psnr 30
+    skip-attn show state.json --target 0.5
+
+my_script.py:build is a function without arguments that returns (pipe_or_model, run) or (pipe_or_model, run, items), as `calibrate` takes
+them.
+"""
+
+import importlib.util
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from skip_attn_compile.calibrate import calibrate as run_calibration
+from skip_attn_compile.config import SkipConfig
+from skip_attn_compile.measurement import Measurement
+from skip_attn_compile.picture import draw
+from skip_attn_compile.sensitivity import sensitivity as run_sensitivity
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, help="Calibrate skip-softmax attention.")
+
+Script = Annotated[str, typer.Argument(help="PATH.py:FUNCTION; the function returns (pipe_or_model, run[, items])")]
+Target = Annotated[float | None, typer.Option(min=0, max=1, help="share of the tiles to skip")]
+Gate = Annotated[float, typer.Option(min=0, max=1, help="disabled_until_timestep: calls at noise levels above it are dense; 0 is no gate")]
+Out = Annotated[Path | None, typer.Option(help="config.json to write the curve into; for a pipeline, its folder")]
+Picture = Annotated[Path | None, typer.Option(help="where to draw points, curve and range, and shares by layer and step")]
+
+
+@app.command()
+def calibrate(
+    script: Script,
+    target: Target = None,
+    gate: Gate = 0.0,
+    out: Out = None,
+    picture: Picture = None,
+    state: Annotated[Path | None, typer.Option(help="file that keeps what was measured; a run that was stopped goes on from it")] = None,
+    tile_order: Annotated[str, typer.Option(help="ascending, or own_first; other servers are ascending")] = "ascending",
+    tile_q: Annotated[int, typer.Option(help="rows of a tile: 64 as we serve, 128 as ModelOpt and TensorRT-LLM do")] = 64,
+    include: Annotated[list[str] | None, typer.Option(help="pattern of layers to measure; may be repeated")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="pattern of layers to leave dense; may be repeated")] = None,
+    min_kv_len: Annotated[int, typer.Option(help="calls with fewer keys stay dense")] = 1024,
+) -> None:
+    """Measure a model, show the curve, and write it where other tools find it."""
+    if out is not None and target is None:
+        raise typer.BadParameter("--out needs --target: a curve is fitted near the share that it is for")
+    pipe_or_model, run, items = _build(script)
+    with _told():
+        measurement = run_calibration(
+            pipe_or_model,
+            run,
+            items,
+            tile_order=tile_order,
+            tile=(tile_q, 128),
+            include=tuple(include or ("*",)),
+            ignore=tuple(ignore or ()),
+            min_kv_len=min_kv_len,
+            state=state,
+        )
+        _hand_out(measurement, target, gate, out, picture)
+
+
+@app.command()
+def show(
+    measurement: Annotated[Path, typer.Argument(help="a state file of `skip-attn calibrate`, or what Measurement.save wrote")],
+    target: Target = None,
+    gate: Gate = 0.0,
+    out: Out = None,
+    picture: Picture = None,
+) -> None:
+    """The curve of a measurement that was made before, at any target."""
+    if out is not None and target is None:
+        raise typer.BadParameter("--out needs --target: a curve is fitted near the share that it is for")
+    with _told():
+        _hand_out(Measurement.load(measurement), target, gate, out, picture)
+
+
+@app.command()
+def sensitivity(
+    script: Script,
+    config: Annotated[Path | None, typer.Option(help="a config.json with a curve, or a pipeline's folder")] = None,
+    threshold: Annotated[float | None, typer.Option(help="lambda, instead of the config's target")] = None,
+    psnr: Annotated[float, typer.Option(help="the budget: dB against the dense run, of every item")] = 30.0,
+    peak: Annotated[float | None, typer.Option(help="largest minus smallest value of the output; by default the dense run's")] = None,
+    alone: Annotated[bool, typer.Option(help="one run for each layer, for its error in the final output")] = True,
+    attention_share: Annotated[float, typer.Option(help="of the time of a dense run, for the speed-up of the whole")] = 1.0,
+    tile_order: Annotated[str | None, typer.Option(help="ascending or own_first; by default the curve's")] = None,
+    min_kv_len: Annotated[int, typer.Option(help="calls with fewer keys stay dense")] = 1024,
+) -> None:
+    """Which layers and steps to leave dense for a quality budget."""
+    if config is None and threshold is None:
+        raise typer.BadParameter("give --config, --threshold or both: errors are those of an operating point")
+    pipe_or_model, run, items = _build(script)
+    given = {"threshold": threshold, "tile_order": tile_order, "min_kv_len": min_kv_len}
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    with _told():
+        point = SkipConfig(**fields) if config is None else SkipConfig.from_checkpoint(config, **fields)
+        budget: dict[str, Any] = {"psnr": psnr, "peak": peak, "alone": alone, "attention_share": attention_share}
+        print(run_sensitivity(pipe_or_model, run, items, config=point, **budget))
+
+
+def _build(script: str) -> tuple[Any, Any, Any]:
+    path, _, function = script.rpartition(":")
+    if not path.endswith(".py") or not Path(path).is_file() or not function.isidentifier():
+        raise typer.BadParameter(f"must be the path of a Python file, a colon and a function in it, as in script.py:build, got {script!r}")
+    logging.basicConfig(format="%(message)s")
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    built = getattr(module, function, lambda: None)()
+    if not isinstance(built, tuple) or len(built) not in (2, 3) or not callable(built[1]):
+        raise typer.BadParameter(f"{function} in {path} must return (pipe_or_model, run) or (pipe_or_model, run, items), got {built!r}")
+    return (*built, None) if len(built) == 2 else built
+
+
+def _hand_out(measurement: Measurement, target: float | None, gate: float, out: Path | None, picture: Path | None) -> None:
+    print(measurement)
+    if target is not None:
+        written = measurement.to_checkpoint(target, disabled_until_timestep=gate)
+        for component, entry in written.items():
+            if out is None:
+                print(f"\n{component or 'model'}, for {target:.0%}\n{json.dumps(entry)}")
+                continue
+            path = out / component / "config.json" if component else out
+            _write(path, entry)
+            print(f"wrote {path}")
+    if picture is not None:
+        draw(measurement, picture, target, gate)
+        print(f"drew {picture}")
+
+
+def _write(path: Path, entry: dict[str, Any]) -> None:
+    """Into what is there: a model's config.json keeps its other keys."""
+    config = json.loads(path.read_text()) if path.exists() else {}
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold an object, or not exist, got {type(config).__name__}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(config | entry, indent=2) + "\n")
+    part.replace(path)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What this package refuses is told in a line; what fails in the user's script keeps its traceback."""
+    try:
+        yield
+    except ValueError as error:
+        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent != Path(__file__).parent:
+            raise
+        print(f"skip-attn: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None

@@ -1,0 +1,154 @@
+"""The command: from a script to a config.json that the package and others read, and to a picture."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from typer.testing import CliRunner
+
+from models import dit, tokens
+from skip_attn_compile import Measurement, SkipConfig, calibrate, cli, picture
+from skip_attn_compile.commands import app
+
+SCRIPT = """
+from models import dit, tokens
+from pipelines import run, wan22
+from skip_attn_compile import timestep
+
+def build():
+    model = dit(3)
+
+    def run(seed):
+        for t in (0.9, 0.6, 0.3):
+            with timestep(t):
+                output = model(tokens(seed=seed))
+        return output
+
+    return model, run, range(2)
+
+def experts():
+    pipe = wan22()
+    return pipe, lambda: run(pipe, steps=4)
+
+def wrong():
+    return 3
+
+def fails():
+    def run():
+        raise ValueError("mine")
+
+    return dit(1), run
+"""
+ALL = ("--min-kv-len", "0", "--tile-order", "own_first")
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def call(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    return result.exit_code, result.output
+
+
+def measured(blocks: int) -> Measurement:
+    model = dit(blocks)
+    return calibrate(model, lambda seed: model(tokens(seed=seed)), range(2), tile_order="own_first", min_kv_len=0, progress=False)
+
+
+def test_a_model_is_calibrated_into_its_config(script: str, tmp_path: Path) -> None:
+    out, drawn, state = tmp_path / "model" / "config.json", tmp_path / "curves.png", tmp_path / "state.json"
+    out.parent.mkdir()
+    out.write_text('{"_class_name": "Dit"}')
+    code, output = call("calibrate", f"{script}:build", "--target", 0.2, "--out", out, "--picture", drawn, "--state", state, *ALL)
+    assert code == 0, output
+    assert "achieved minus target on held-out items" in output
+    assert json.loads(out.read_text())["_class_name"] == "Dit", "the model's own keys stay"
+    config = SkipConfig.from_checkpoint(out, min_kv_len=0)
+    assert config == measured(3).config(0.2)
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    assert drawn.stat().st_size > 20_000
+    again = tmp_path / "again.json"
+    code, output = call("show", state, "--target", 0.2, "--gate", 0.7, "--out", again)
+    assert code == 0, output
+    gated = SkipConfig.from_checkpoint(again, min_kv_len=0)
+    assert gated.disabled_until_timestep == 0.7
+    code, output = call("show", state, "--target", 0.2)
+    assert '"sparse_attention_config"' in output
+    code, output = call("sensitivity", f"{script}:build", "--config", out, "--min-kv-len", 0, "--psnr", 20, "--no-alone")
+    assert code == 0, output
+    assert "for PSNR >= 20 dB: disabled_until_timestep=0" in output
+
+
+def test_a_pipeline_is_calibrated_into_its_folder(script: str, tmp_path: Path) -> None:
+    arguments = ("--target", 0.03, "--out", tmp_path / "pipe", "--ignore", "*.attn2", "--picture", tmp_path / "p.png")
+    code, output = call("calibrate", f"{script}:experts", *arguments, *ALL)
+    assert code == 0, output
+    for component in ("transformer", "transformer_2"):
+        config = SkipConfig.from_checkpoint(tmp_path / "pipe" / component / "config.json")
+        assert config.target_sparsity == 0.03
+        assert config.checkpoint_ignore == ("*.attn2",)
+
+
+def test_what_is_refused_is_told_in_a_line(script: str, tmp_path: Path) -> None:
+    for arguments, text in [
+        (("calibrate", f"{script}:build", "--target", "0.99", *ALL), "skip-attn: target_sparsity=0.99 is beyond reach"),
+        (("calibrate", f"{script}:build", "--tile-order", "own_first"), "skip-attn: calibration measured no attention call"),
+        (("show", tmp_path / "script.py"), "skip-attn: "),
+        (("calibrate", f"{script}:build", "--out", "x.json"), "--out needs --target"),
+        (("sensitivity", f"{script}:build"), "give --config, --threshold or both"),
+        (("calibrate", "nowhere.py:build"), "must be the path of a Python file, a colon and a function"),
+        (("calibrate", f"{script}:wrong"), "must return (pipe_or_model, run) or (pipe_or_model, run, items), got 3"),
+        (("calibrate", f"{script}:absent"), "got None"),
+    ]:
+        code, output = call(*arguments)
+        assert code in (1, 2)
+        assert text in " ".join(output.replace("│", " ").split())
+    failed = CliRunner().invoke(app, ["calibrate", f"{script}:fails"])
+    assert repr(failed.exception) == "ValueError('mine')", "the user's own mistake keeps its traceback"
+
+
+def test_the_picture_shows_points_curve_range_and_layers() -> None:
+    measurement = measured(3)
+    page = picture.figure(measurement, 0.2, gate=0.5)
+    assert isinstance(page, Figure)
+    left, right = page.axes[:2]
+    labels = [text.get_text() for text in left.get_legend().get_texts()]
+    assert labels[:3] == ["512 keys", "512 keys, held out", "where the curve holds"]
+    assert labels[4] == "target 20%"
+    assert len(left.lines[0].get_xdata()) == 32
+    image = right.images[0].get_array()
+    curve = measurement.fit("", target=0.2).calibration
+    shares = measurement.shares("", curve, 0.2)
+    assert image[:, 0].tolist() == pytest.approx([100 * shares[f"blocks.{n}.attn1", None] for n in range(3)])
+    items = [points.share_at(curve.threshold_at(0.2, 512)) for part in (False, True) for points in measurement.curves("", held_out=part)]
+    assert image.mean() == pytest.approx(100 * sum(items) / 2), "all layers have as many tiles"
+    assert items[0] == pytest.approx(0.2, abs=0.02)
+    assert [label.get_text() for label in right.get_yticklabels()] == ["blocks.0.attn1", "blocks.1.attn1", "blocks.2.attn1"]
+
+
+def test_the_project_installs_the_command() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"skip-attn": f"{cli.__name__}:{cli.main.__name__}"}
+    assert {"typer", "matplotlib"} <= set(project["optional-dependencies"]["cli"])
+
+
+def test_without_its_libraries_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit, match=r"skip-attn needs typer: pip install 'skip_attn_compile\[cli\]'"):
+        cli.main()
+
+
+def test_the_package_itself_needs_none_of_them() -> None:
+    blocked = "import sys; sys.modules.update(dict.fromkeys(('typer', 'rich', 'matplotlib', 'tqdm', 'diffusers')))"
+    program = f"{blocked}; import skip_attn_compile; skip_attn_compile.sensitivity"
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stderr
