@@ -1,6 +1,7 @@
 """The command: from a script to a config.json that the package and others read, and to a picture."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -8,12 +9,15 @@ from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
+from typer.main import get_command
 from typer.testing import CliRunner
 
+import calibrate_tiny_wan
 from models import dit, tokens
 from skip_attn_compile import Measurement, SkipConfig, calibrate, cli, picture
 from skip_attn_compile.commands import app
 
+ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = """
 from models import dit, tokens
 from pipelines import run, wan22
@@ -136,9 +140,27 @@ def test_the_picture_shows_points_curve_range_and_layers() -> None:
 
 
 def test_the_project_installs_the_command() -> None:
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"skip-attn": f"{cli.__name__}:{cli.main.__name__}"}
     assert {"typer", "matplotlib"} <= set(project["optional-dependencies"]["cli"])
+
+
+def test_the_commands_of_the_readme_exist_and_its_script_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [(ROOT / "README.md").read_text(), calibrate_tiny_wan.__doc__]
+    lines = [line.split() for text in texts for line in re.findall(r"^ *skip-attn (.*)$", text, re.MULTILINE)]
+    assert {line[0] for line in lines} == {"calibrate", "show", "sensitivity"}
+    commands = get_command(app).commands
+    for line in lines:
+        known = {option for parameter in commands[line[0]].params for option in parameter.opts}
+        assert {word for word in line if word.startswith("--")} <= known
+        assert line[1].endswith(".json") or (ROOT / line[1].removesuffix(":build")).is_file()
+    monkeypatch.setattr(calibrate_tiny_wan, "STEPS", 1)
+    monkeypatch.setattr(calibrate_tiny_wan, "FRAMES", 2)
+    model, run, items = calibrate_tiny_wan.build()
+    assert run(items[1]).shape == (1, 3, 2, 64, 64)
+    assert run(items[1]).equal(run(items[1]))
+    assert not run(items[1]).equal(run(items[2]))
+    assert next(model.parameters()).device.type in ("cpu", "cuda")
 
 
 def test_without_its_libraries_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
