@@ -45,7 +45,7 @@ class Trial(Watcher):
         self._policies = {name: policy(configs[name.component], name) for name in self.modules if name.component in configs}
         self._blocks = {layer: _block(self.modules, layer) for layer in self._policies}
         self._repeats_itself: dict[nn.Module, bool] = {}
-        self._met: set[LayerName] = set()
+        self._met: dict[LayerName, None] = {}  # layers that could skip, and whose block is still running
         self._comparing = False
         self._level: float | None = None
         self.sparse: Collection[LayerName] = ()
@@ -82,7 +82,7 @@ class Trial(Watcher):
     def _runs(self, layer: LayerName, kv_len: int) -> bool:
         if layer not in self._policies or self._policies[layer].reasons or kv_len < self._configs[layer.component].min_kv_len:
             return False
-        self._met.add(layer)
+        self._met[layer] = None
         return layer in self.sparse
 
     @contextmanager
@@ -110,8 +110,8 @@ class Trial(Watcher):
     def _compare(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._comparing:
             return
-        layers = [layer for layer in self._blocks if layer in self._met and self._blocks[layer] is block]
-        self._met.difference_update(layers)
+        layers = [layer for layer in self._met if self._blocks[layer] is block]
+        self._met = {layer: None for layer in self._met if layer not in layers}
         self._comparing = True
         try:
             for layer in layers:

@@ -9,6 +9,8 @@ import re
 import signal
 import subprocess
 import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -305,12 +307,10 @@ def test_targets_are_met_on_other_videos_within_three_points(tile_order: str, ta
     model, measurement = trained(tile_order)
     for deviations in measurement.deviations("", targets).values():
         assert max(map(abs, deviations)) < 0.015
-    for target in (0.2, targets[-1]):
-        torch.compiler.reset()
-        be = backend(measurement.config(target), inner="eager", model=model)
-        sample(torch.compile(model, backend=be), WORDS, steps=2, frames=8, seed=7)
-        assert be.report().sparsity == pytest.approx(target, abs=0.03)
-        assert not any("fitted" in reason for site in be.report().sites for reason in site.reasons)
+    be = backend(measurement.config(targets[-1]), inner="eager", model=model)
+    sample(torch.compile(model, backend=be), WORDS, steps=2, frames=8, seed=7)
+    assert be.report().sparsity == pytest.approx(targets[-1], abs=0.03), "the hardest, close to what lambda = 1 skips"
+    assert not any("fitted" in reason for site in be.report().sites for reason in site.reasons)
 
 
 def test_a_pipeline_of_two_experts_meets_its_targets_on_another_seed() -> None:
@@ -358,6 +358,65 @@ def test_an_export_serves_the_same_and_names_what_was_measured() -> None:
     for length in (2048, 75600):
         a, b = (group["threshold_scale_factor"]["coefficients"][name] for name in "ab")
         assert config.calibration.threshold_at(0.3, length) == a * math.exp(b * group["target_sparsity"]) / length
+
+
+def curve_for_vllm_omni(inner: dict) -> tuple[float, float]:
+    """The first group of skip-softmax; `coefficients`, or else `prefill`."""
+    group = next(g for g in inner["config_groups"].values() if g.get("algorithm") == "skip_softmax" or g.get("threshold_scale_factor"))
+    factor = group["threshold_scale_factor"]
+    assert factor["formula"].replace(" ", "") == "a*exp(b*target_sparsity)"
+    found = factor.get("coefficients") or factor["prefill"]
+    return float(found["a"]), float(found["b"])
+
+
+def curve_for_tensorrt_llm(inner: dict) -> tuple[float, float]:
+    """The only group of skip-softmax; every member of `coefficients` is a number that the formula names."""
+    (group,) = [g for g in inner["config_groups"].values() if g.get("algorithm", g.get("sparse_algo")) in ("skip_softmax", "softmax_skip")]
+    assert all(isinstance(pattern, str) for pattern in group["ignore"])
+    assert isinstance(group["target_sparsity"], float)
+    assert isinstance(group["disabled_until_timestep"], float)
+    found = {name: float(value) for name, value in group["threshold_scale_factor"]["coefficients"].items()}
+    names = set(re.findall(r"[a-z_]+", group["threshold_scale_factor"]["formula"])) - {"exp", "target_sparsity"}
+    assert set(found) == names
+    return found["a"], found["b"]
+
+
+def curve_for_modelopt(inner: dict) -> tuple[float, float]:
+    """`prefill`; without it ModelOpt serves a threshold of its own."""
+    group = next(g for g in inner["config_groups"].values() if g.get("algorithm") == "skip_softmax")
+    return group["threshold_scale_factor"]["prefill"]["a"], group["threshold_scale_factor"]["prefill"]["b"]
+
+
+@pytest.mark.parametrize("reader", [curve_for_vllm_omni, curve_for_tensorrt_llm, curve_for_modelopt])
+def test_other_loaders_find_the_same_curve(reader: Callable[[dict], tuple[float, float]]) -> None:
+    """What they look for, as their loaders do."""
+    _, measurement = trained("own_first")
+    config = measurement.config(0.3, disabled_until_timestep=0.9, ignore=("blocks.0.attn1",))
+    inner = json.loads(json.dumps(config.to_checkpoint()))["sparse_attention_config"]
+    assert reader(inner) == (config.calibration.a, config.calibration.b)
+
+
+def test_modelopts_own_loader_takes_the_curve() -> None:
+    loader = pytest.importorskip("modelopt.torch.sparsity.attention_sparsity.plugins.sparse_attn_config", exc_type=ImportError)
+    config = SkipConfig(target_sparsity=0.4, calibration=Calibration(45.0, 10.0), ignore=("blocks.0.attn1",))
+    found, name = loader.load_from_checkpoint_metadata(types.SimpleNamespace(**config.to_checkpoint()))
+    assert name == "CHECKPOINT_CALIBRATED_SOFTMAX_SKIP"
+    assert loader.match_sparse_config("blocks.0.attn1", found) == {"enable": False}
+    assert loader.match_sparse_config("blocks.1.attn1", found)["threshold_scale_factor"]["prefill"] == {"a": 45.0, "b": 10.0}
+
+
+def test_a_curve_at_modelopts_tiles_says_so_where_it_serves() -> None:
+    model = dit(2)
+    run = lambda seed: model(tokens(seed=seed))
+    ours, theirs = (calibrate(model, run, [0], tile=tile, **ALL) for tile in ((64, 128), (128, 128)))
+    visited = [sum(counts[0] for counts in measurement.counts[0].values()) for measurement in (ours, theirs)]
+    assert visited[0] == 2 * visited[1]
+    assert all(a >= b for a, b in zip(ours.curves("")[0].shares, theirs.curves("")[0].shares, strict=True)), "more rows must agree"
+    config = theirs.config(0.05)
+    assert config.calibration.tile == (128, 128)
+    be = backend(config, inner="eager", model=model)
+    torch.compile(model, backend=be)(tokens())
+    assert "the curve was fitted at tiles (128, 128), ascending; here they are (64, 128), ascending" in be.report().sites[0].reasons
 
 
 def test_use_outside_of_what_was_measured_is_told_after_a_round_trip_too(caplog: pytest.LogCaptureFixture) -> None:

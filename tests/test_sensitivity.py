@@ -56,6 +56,20 @@ def test_errors_are_those_of_serving_and_the_loud_layer_is_left_dense() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_target_under_a_key_mask_is_that_of_serving(additive: bool) -> None:
+    """Each sample has its own number of keys, and so its own lambda."""
+    model = dit(2, cross=True)
+    mask = (torch.arange(512) < torch.tensor([[512], [200]]))[:, None, None]
+    mask = torch.where(mask, 0.0, -math.inf) if additive else mask
+    run = lambda m: m(tokens(2), tokens(2, seed=9), mask)
+    config = skip_config(None, target_sparsity=0.5, calibration=Calibration(20.0, 4.0), ignore=("*.attn1",))
+    found = sensitivity(model, lambda: run(model), config=config, psnr=0.0, progress=False)
+    assert {row.layer.full for row in found.layers} == {"blocks.0.attn2", "blocks.1.attn2"}
+    assert found.proposal.share > 0.01
+    assert (found.proposal.error, found.proposal.psnr) == pytest.approx(served(model, config, run), rel=1e-3)
+
+
 def test_a_blocks_error_is_that_of_its_output_on_dense_inputs() -> None:
     model = dit(2, cross=True)
     x, context = tokens(), tokens(seed=9)
