@@ -72,6 +72,7 @@ def sensitivity(
         raise ValueError(f"psnr must be a number of dB, and peak a number > 0 or None, got {psnr!r} and {peak!r}")
     if not is_finite(attention_share) or not 0 < attention_share <= 1:
         raise ValueError(f"attention_share must be in (0, 1], the share of a dense run's time, got {attention_share!r}")
+    gates = None if gates is None else [check_cutoff("gates", cutoff) for cutoff in gates]
     gate = Gate(Settings(SkipConfig(threshold=0.0, disabled_until_timestep=1.0), warns=False))  # reads t, decides nothing
     trial = Trial(models, configs, gate)
     runs = _Runs(trial, run, [()] if items is None else [(item,) for item in items], peak)
@@ -162,7 +163,7 @@ def _cutoffs(levels: Sequence[float | None], given: Sequence[float] | None, conf
     if len(known) < len(levels) or len(known) < 2:
         return [0.0]
     counts = sorted({max(1, round(len(known) * share)) for share in _DENSE_SHARES})
-    cutoffs = [cutoff_for_dense_steps(known, n) for n in counts] if given is None else [check_cutoff("gates", g) for g in given]
+    cutoffs = [cutoff_for_dense_steps(known, n) for n in counts] if given is None else list(given)
     own = [config.disabled_until_timestep for config in configs.values()]
     weakest = max(own) if all(own) else 0.0
     dense = {dense_steps(known, stronger(weakest, cutoff)): cutoff for cutoff in reversed(cutoffs)}
@@ -208,7 +209,8 @@ class _Runs:
                 worst = min(worst, difference.psnr(self._peak or _range(dense)))
         finally:
             trial.sparse, trial.cutoff = (), 0.0
-        return root_mean(squares) or 0.0, worst, sum(tally.skipped for tally in trial.tallies.values())
+        error = root_mean(squares)
+        return math.inf if error is None else error, worst, sum(tally.skipped for tally in trial.tallies.values())
 
     def _ends(self, output: object) -> tuple[Tensor | None, list[Tensor]]:
         outputs = tensors(output) or tensors(self._trial.last_output)

@@ -163,7 +163,9 @@ class Difference:
         return math.sqrt(self.squares / self.first) if self.squares else 0.0
 
     def psnr(self, peak: float) -> float:
-        """In dB; inf where both are equal. peak: largest minus smallest value that an output can have."""
+        """In dB; inf where both are equal, -inf where one is not finite. peak: largest minus smallest value that an output can have."""
+        if not math.isfinite(self.squares):
+            return -math.inf
         return 10 * math.log10(peak**2 * self.count / self.squares) if self.squares else math.inf
 
 

@@ -14,6 +14,7 @@ from pipelines import wan22
 from skip_attn_compile import Calibration, SkipConfig, backend, sensitivity, timestep
 from skip_attn_compile.frontier import Point
 from skip_attn_compile.sensitivity import search
+from skip_attn_compile.trial import Difference
 from tiny_wan.sampling import load_model, sample
 
 CONFIG = skip_config(0.5, tile_order="own_first")
@@ -171,6 +172,21 @@ def test_bisection_finds_the_fewest_dense_layers(layers: int, needed: int) -> No
     assert (found.share if found else 0.0) == max((point.share for point in keep), default=0.0)
     assert len(probes) <= 3 * (1 + math.ceil(math.log2(layers)))
     assert len(set(probes)) == len(probes)
+
+
+def test_what_is_not_finite_keeps_no_budget() -> None:
+    """min() would drop a NaN."""
+    assert Difference.of(torch.ones(4), torch.tensor([1.0, math.nan, 1.0, 1.0])).psnr(1.0) == -math.inf
+    model = dit(2)
+    calls = itertools.count()
+
+    def run() -> Tensor:
+        output = model(tokens())
+        return output if next(calls) == 0 else output / 0
+
+    found = sensitivity(model, run, psnr=-100.0, **ALL)
+    assert set(found.ignore) == {"blocks.0.attn1", "blocks.1.attn1"}
+    assert found.points[1].error == math.inf
 
 
 def test_what_a_run_gives_is_compared_whatever_it_is() -> None:
