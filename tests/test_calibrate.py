@@ -114,6 +114,21 @@ def test_only_what_is_asked_for_is_measured() -> None:
         calibrate(model, lambda: model(tokens()), progress=False)
 
 
+def test_each_length_has_its_own_points_and_deviations() -> None:
+    model = dit(2)
+    measurement = calibrate(model, lambda length: model(tokens(length=length, seed=length)), (512, 512, 1024, 1024), **ALL)
+    assert [curve.kv_len for curve in measurement.curves("")] == [512, 1024]
+    assert measurement.fit("").calibration.kv_lens == (512, 1024)
+    targets = [0.02, 0.05]
+    deviations = measurement.deviations("", targets)
+    assert list(deviations) == [512, 1024]
+    for curve in measurement.curves("", held_out=True):
+        asked = [measurement.fit("", target=target).calibration.threshold_at(target, curve.kv_len) for target in targets]
+        assert deviations[curve.kv_len] == [curve.share_at(a) - t for a, t in zip(asked, targets, strict=True)]
+    assert re.search(r"holds for s = .* at L = 512, 1,024\n", str(measurement))
+    assert re.search(r"\n512 keys .*\n1,024 keys ", str(measurement))
+
+
 def test_an_interrupted_run_resumes_without_loss(tmp_path: Path) -> None:
     model, state = dit(2), tmp_path / "state.json"
     whole = calibrate(model, lambda seed: model(tokens(seed=seed)), range(4), **ALL)
