@@ -26,6 +26,7 @@ from skip_attn_compile.measure import measure
 Want = Callable[[LayerName, int], bool]  # (layer, number of keys) -> is the call measured?
 
 
+_GENERAL_MASK = "its mask is not a key mask [batch|1, 1, 1, keys], nor one and-ed with a query mask [batch|1, 1, queries, 1]"
 _MOST_CALLS = 4096  # that wait on a device: a pipeline of 40 layers and 50 steps waits once, a loop over many prompts stays small
 
 
@@ -78,7 +79,8 @@ class Watcher(TorchFunctionMode):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
         is_causal: bool,
         scale: float | None,
     ) -> Tensor:
@@ -130,24 +132,24 @@ class Watcher(TorchFunctionMode):
         repeat = self._repeats[layer]
         self._repeats[layer] += 1
         kv_len = key.shape[-2]
-        reason = self._reason(query, key, value, attn_mask, dropout_p)
-        if not self._want(layer, kv_len) or reason is not None:
-            if reason is not None and self._want(layer, kv_len):
+        wanted = self._want(layer, kv_len)
+        masks = split_mask(attn_mask) if wanted else None
+        reason = self._reason(query, key, value, dropout_p) if masks is not None else _GENERAL_MASK
+        if not wanted or masks is None or reason is not None:
+            if wanted and reason is not None:
                 self.kept[reason] += 1
             return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if torch.is_autocast_enabled(query.device.type):
             query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-        return self.attend(layer, repeat, query, key, value, attn_mask, is_causal, scale)
+        return self.attend(layer, repeat, query, key, value, *masks, is_causal, scale)
 
-    def _reason(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float) -> str | None:
+    def _reason(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> str | None:
         if not query.dim() == key.dim() == value.dim() == 4:
             return "query, key and value must have four dimensions"
         if query.shape[1] % key.shape[1] or query.shape[0] != key.shape[0]:
             return "query, key and value must agree in batch, and heads must divide"
         if dropout_p:
             return "dropout_p must be 0: put the model into eval() mode"
-        if mask_kind(attn_mask) == "general":
-            return "its mask is not a key mask [batch|1, 1, 1, keys]"
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             return "a gradient is needed: run under torch.no_grad()"
         return None
@@ -172,18 +174,19 @@ class Observer(Watcher):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
         is_causal: bool,
         scale: float | None,
     ) -> Tensor:
         if query.device not in self._on_device:
             self._on_device[query.device] = torch.tensor(self._thresholds, dtype=torch.float32, device=query.device)
         out, counts = measure(
-            query, key, value, self._on_device[query.device], attn_mask, None, is_causal, scale, self._tile_order, *self._tile
+            query, key, value, self._on_device[query.device], key_mask, query_mask, is_causal, scale, self._tile_order, *self._tile
         )
         site = layer.path if repeat == 0 else f"{layer.path}#{repeat}"
         level = self._gate.running_level()
-        self._calls.append(_Call(layer.component, site, _mean(kv_lens(key, attn_mask)), level, counts.sum((0, 1), dtype=torch.int64)))
+        self._calls.append(_Call(layer.component, site, _mean(kv_lens(key, key_mask)), level, counts.sum((0, 1), dtype=torch.int64)))
         if len(self._calls) >= _MOST_CALLS:
             self._fold()
         return out
@@ -201,6 +204,22 @@ class Observer(Watcher):
             cell = Cell(call.component, call.site, round(float(call.kv_len)), t)
             counts, before = call.counts.tolist(), self._found.get(cell)
             self._found[cell] = counts if before is None else [a + b for a, b in zip(before, counts, strict=True)]
+
+
+def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None] | None:
+    """(key mask, query mask) that say what `mask` says, as far as its values tell; None where no two do."""
+    if mask is None or mask_kind(mask) == "key":
+        return mask, None
+    if mask.dim() != 4:
+        return None
+    key_mask = mask[:, :1, :1]
+    if torch.equal(mask, key_mask.expand_as(mask)):
+        return key_mask, None
+    if mask.dtype == torch.bool:
+        key_mask, query_mask = mask.any(1, True).any(2, True), mask.any(1, True).any(3, True)
+        if torch.equal(mask, (key_mask & query_mask).expand_as(mask)):
+            return key_mask, query_mask
+    return None
 
 
 def kv_lens(key: Tensor, attn_mask: Tensor | None) -> int | Tensor:

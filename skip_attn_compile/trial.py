@@ -61,7 +61,8 @@ class Trial(Watcher):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
         is_causal: bool,
         scale: float | None,
     ) -> Tensor:
@@ -69,9 +70,9 @@ class Trial(Watcher):
         cutoff = stronger(config.disabled_until_timestep, self.cutoff)
         gated = cutoff > 0 and (level is None or bool(is_dense(level, cutoff)))
         c0, c1 = (0.0, 0.0) if gated else self._policies[layer].control
-        keys = torch.as_tensor(kv_lens(key, attn_mask), dtype=torch.float32, device=query.device)
+        keys = torch.as_tensor(kv_lens(key, key_mask), dtype=torch.float32, device=query.device)
         order, implementation = config.tile_order, config.implementation
-        out, _, counts = attention(query, key, value, c0 + c1 / keys, attn_mask, None, is_causal, scale, order, implementation)
+        out, _, counts = attention(query, key, value, c0 + c1 / keys, key_mask, query_mask, is_causal, scale, order, implementation)
         self._level = None if level is None else float(level)
         tally = self.tallies[layer, self._level]
         visited, skipped = counts.sum((0, 1)).tolist()

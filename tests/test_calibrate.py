@@ -18,7 +18,7 @@ import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, WanPipeline
 from torch import Tensor, nn
 
-from models import TOKENS, dit, skip_config, tokens
+from models import TOKENS, chroma, dit, hunyuan_video_15, ltx, skip_config, tokens
 from pipelines import run as run_pipeline
 from pipelines import wan22
 from skip_attn_compile import Calibration, Measurement, SkipConfig, backend, calibrate, compile_pipeline, observe
@@ -104,6 +104,39 @@ def test_counts_are_those_of_serving_at_each_threshold() -> None:
     assert {cell.kv_len for cell in measurement.counts[0]} == {TOKENS}
     assert torch.equal(model(tokens(), tokens(seed=9)), before), "the model is as it was"
     assert not model._forward_pre_hooks
+
+
+class MakesItsMask(nn.Module):
+    """The mask of a family of diffusers, made of m [B, S] inside the model."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.make = dit(2, cross=True), make
+
+    def forward(self, x: Tensor, context: Tensor, m: Tensor) -> Tensor:
+        return self.inner(x, context, self.make(m))
+
+
+@pytest.mark.parametrize("make", [ltx, hunyuan_video_15, chroma])
+def test_masks_that_models_write_out_are_measured_as_they_are_served(make: Callable[[Tensor], Tensor]) -> None:
+    model = MakesItsMask(make)
+    inputs = tokens(2), tokens(2, seed=9), torch.arange(512) < torch.tensor([[512], [200]])
+    config = skip_config(0.5, include=("*.attn2",))
+    measurement = calibrate(model, lambda: model(*inputs), thresholds=(0.5,), include=config.include, **ALL)
+    be = backend(config, inner="eager")
+    torch.compile(model, backend=be)(*inputs)
+    served = {site.name: [site.visited, site.skipped] for site in be.report().sites if site.visited}
+    assert len(served) == 2
+    assert {cell.site: counts for cell, counts in measurement.counts[0].items()} == served
+    assert all(skipped > 0 for _, skipped in served.values())
+
+
+def test_a_general_mask_is_left_alone_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = dit(1, cross=True)
+    mask = torch.ones(1, 1, 512, 512, dtype=torch.bool).tril()
+    measurement = calibrate(model, lambda: model(tokens(), tokens(seed=9), mask), **ALL)
+    assert measurement.layers("") == ["blocks.0.attn1"]
+    assert "1 attention calls were not measured: its mask is not a key mask" in caplog.text
 
 
 def test_only_what_is_asked_for_is_measured() -> None:
