@@ -1,4 +1,5 @@
 // Compiled once per (INSTANCE_TYPE, INSTANCE_HEAD_DIM).
+#include <algorithm>
 #include <atomic>
 
 #include "kernel.cuh"
@@ -7,7 +8,8 @@
 template <ElementType kType, int kHeadDim>
 cudaError_t launch(const Params& params, bool masked, unsigned blocks, int device, cudaStream_t stream) {
   using Element = std::conditional_t<kType == ElementType::kBFloat16, __nv_bfloat16, __half>;
-  constexpr int kPlainBytes = sizeof(SharedMemory<Element, kHeadDim, false>), kMaskedBytes = sizeof(SharedMemory<Element, kHeadDim, true>);
+  constexpr int kPlainBytes = std::max(sizeof(SharedMemory<Element, kHeadDim, Loop::kDense>), sizeof(SharedMemory<Element, kHeadDim, Loop::kAhead>));
+  constexpr int kMaskedBytes = sizeof(SharedMemory<Element, kHeadDim, Loop::kMasked>);
   static_assert(kPlainBytes <= 227 * 1024 && kMaskedBytes <= 227 * 1024);
   const int bytes = masked ? kMaskedBytes : kPlainBytes;
   constexpr int kMaxDevices = 64;

@@ -3,6 +3,7 @@
 
 #include "plan.cuh"
 #include "ptx.cuh"
+#include "stream.cuh"
 
 // A 128-key tile of K or V, D / 64 panels; zeros past the end of the keys. `sharers` = 2: this CTA loads one half for both CTAs
 // of the cluster, which halves what the L2 has to deliver; the other half comes from the other CTA.
@@ -22,12 +23,14 @@ __device__ __forceinline__ void load_tile(Element (&target)[kPanels][kTileKeys][
   }
 }
 
-#include "consumer.cuh"
+#include "ahead.cuh"
+#include "dense.cuh"
+#include "masked.cuh"
 
 // One thread: Q of both groups once, then K of every tile, and V where the groups share it.
-template <bool kMasked, typename Smem>
-__device__ __forceinline__ void produce(const Params& params, Smem& smem, const Stream& stream, int batch, int head, int row0, bool dense, int sharers) {
-  const int kv_head = head / params.heads_per_kv_head;
+template <typename Smem>
+__device__ __forceinline__ void load_tiles(const Params& params, Smem& smem, const Stream& stream, int batch, int head, int kv_head, int row0, int sharers) {
+  constexpr bool kDense = Smem::kLoop == Loop::kDense, kMasked = Smem::kLoop == Loop::kMasked;
   for (int group = 0; group < kGroups && row0 + group * kGroupRows < params.q_len; ++group) {
     const uint32_t full = ptx::smem_address(&smem.query_full[group]);
     ptx::mbarrier_arrive_expect_bytes(full, sizeof(typename Smem::Query));
@@ -37,20 +40,20 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem, const 
   }
   RingPlace<Smem::kKeyStages> key_at;
   RingPlace<Smem::kValueStages> value_at;
-  // Dense: V of a tile after K of the next, since it is needed one step later. With votes: before it, since a group that skips hands V
-  // back when it sees the next K, and must not be ahead of this thread.
-  const int lag = kMasked ? 0 : 1;
-  for (int position = 0; position < stream.length + lag; ++position) {
+  // Dense: V of a tile after K of the next, since it is needed one step later. Masked: before it, since a group that skips hands V back when
+  // it sees the next K, and must not be ahead of this thread.
+  constexpr int kLag = kDense ? 1 : 0;
+  for (int position = 0; position < stream.length + kLag; ++position) {
     if (position < stream.length) {
       ptx::mbarrier_wait(ptx::smem_address(&smem.key_empty[key_at.stage]), key_at.parity ^ 1);
       load_tile(smem.key[key_at.stage], &params.key_map, smem.key_full[key_at.stage], stream.tile(position), kv_head, batch, sharers);
       key_at.advance();
     }
-    if ((dense || kMasked) && position >= lag) {
-      if (!kMasked && position == lag) ptx::mbarrier_wait(ptx::smem_address(&smem.query_free), 0);  // Q came through two of these buffers
+    if ((kDense || kMasked) && position >= kLag) {
+      if (kDense && position == kLag) ptx::mbarrier_wait(ptx::smem_address(&smem.query_free), 0);  // Q came through two of these buffers
       ptx::mbarrier_wait(ptx::smem_address(&smem.value_empty[value_at.stage]), value_at.parity ^ 1);
       if (kMasked) ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[value_at.stage]), value_at.parity ^ 1);  // nobody awaits a skipped V
-      load_tile(smem.value[value_at.stage], &params.value_map, smem.value_full[value_at.stage], stream.tile(position - lag), kv_head, batch, sharers);
+      load_tile(smem.value[value_at.stage], &params.value_map, smem.value_full[value_at.stage], stream.tile(position - kLag), kv_head, batch, sharers);
       value_at.advance();
     }
   }
@@ -59,14 +62,51 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem, const 
   }
 }
 
+// The producer warpgroup.
+template <typename Smem>
+__device__ __forceinline__ void produce(const Params& params, Smem& smem, const Stream& stream, int batch, int head, int row0, int sharers) {
+  const int kv_head = head / params.heads_per_kv_head, warp = threadIdx.x / 32, group = warp - 1;
+  if (threadIdx.x == 0) load_tiles(params, smem, stream, batch, head, kv_head, row0, sharers);
+  if constexpr (Smem::kLoop == Loop::kAhead) {
+    if (warp > 0 && group < kGroups && row0 + group * kGroupRows < params.q_len) load_kept_values(params, smem, stream, batch, kv_head, group);
+  }
+}
+
+// A consumer warpgroup.
+template <typename Element, int kHeadDim, typename Smem>
+__device__ __forceinline__ void consume(const Params& params, Smem& smem, const Stream& stream, int batch, int head, int row0, float lambda) {
+  const int group = threadIdx.x / kWarpgroup - 1, group_row0 = row0 + group * kGroupRows;
+  if constexpr (Smem::kLoop == Loop::kDense) {
+    DenseConsumer<Element, kHeadDim>(params, smem, batch, head, group, group_row0).run(stream);
+  } else if constexpr (Smem::kLoop == Loop::kAhead) {
+    AheadConsumer<Element, kHeadDim>(params, smem, batch, head, group, group_row0, log2f(lambda)).run(stream);
+  } else {
+    const bool take_turns = stream.offset1 == 0 && row0 + kGroupRows < params.q_len && stream.tiles > 0;
+    MaskedConsumer<Element, kHeadDim>(params, smem, batch, head, group, group_row0, take_turns, log2f(lambda)).run(stream);
+  }
+}
+
+template <typename Smem>
+__device__ __forceinline__ void init_barriers(Smem& smem, int sharers) {
+  for (int g = 0; g < kGroups; ++g) ptx::mbarrier_init(ptx::smem_address(&smem.query_full[g]), 1);
+  ptx::mbarrier_init(ptx::smem_address(&smem.query_free), sharers * kConsumerWarps);
+  for (int s = 0; s < Smem::kKeyStages; ++s) {
+    ptx::mbarrier_init(ptx::smem_address(&smem.key_full[s]), 1);
+    ptx::mbarrier_init(ptx::smem_address(&smem.key_empty[s]), sharers * kConsumerWarps);
+  }
+  for (int s = 0; s < Smem::kValueStages; ++s) {
+    ptx::mbarrier_init(ptx::smem_address(&smem.value_full[s]), 1);
+    ptx::mbarrier_init(ptx::smem_address(&smem.value_empty[s]), sharers * kConsumerWarps);
+  }
+  ptx::mbarrier_init_fence();
+}
+
 // NaN and negative act as 0, more than 1 as 1.
 __device__ __forceinline__ float clamp_threshold(float lambda) { return lambda > 0.f ? fminf(lambda, 1.f) : 0.f; }
 
 template <typename Element, int kHeadDim, bool kMasked>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ Params params) {
-  using Smem = SharedMemory<Element, kHeadDim, kMasked>;
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
-  Smem& smem = *reinterpret_cast<Smem*>(dynamic_smem);
 
   const int block = blockIdx.x % params.q_blocks;
   const int batch_head = blockIdx.x / params.q_blocks;
@@ -79,37 +119,24 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   const int sharers = dense ? params.cluster : 1;
   const Stream stream(params, row0, params.own_first && !dense);
 
-  if (threadIdx.x == 0) {
-    for (int g = 0; g < kGroups; ++g) ptx::mbarrier_init(ptx::smem_address(&smem.query_full[g]), 1);
-    ptx::mbarrier_init(ptx::smem_address(&smem.query_free), sharers * kConsumerWarps);
-    for (int s = 0; s < Smem::kKeyStages; ++s) {
-      ptx::mbarrier_init(ptx::smem_address(&smem.key_full[s]), 1);
-      ptx::mbarrier_init(ptx::smem_address(&smem.key_empty[s]), sharers * kConsumerWarps);
+  const auto with_smem = [&](auto run) {
+    if constexpr (kMasked) {
+      run(*reinterpret_cast<SharedMemory<Element, kHeadDim, Loop::kMasked>*>(dynamic_smem));
+    } else if (dense) {
+      run(*reinterpret_cast<SharedMemory<Element, kHeadDim, Loop::kDense>*>(dynamic_smem));
+    } else {
+      run(*reinterpret_cast<SharedMemory<Element, kHeadDim, Loop::kAhead>*>(dynamic_smem));
     }
-    for (int s = 0; s < Smem::kValueStages; ++s) {
-      ptx::mbarrier_init(ptx::smem_address(&smem.value_full[s]), 1);
-      ptx::mbarrier_init(ptx::smem_address(&smem.value_empty[s]), sharers * kConsumerWarps);
-    }
-    ptx::mbarrier_init_fence();
-  }
+  };
+  if (threadIdx.x == 0) with_smem([&](auto& smem) { init_barriers(smem, sharers); });
   ptx::cluster_sync();
 
-  const int warpgroup = threadIdx.x / kWarpgroup;
-  if (warpgroup == 0) {
+  if (threadIdx.x < kWarpgroup) {
     ptx::registers_lower<kProducerRegisters>();
-    if (threadIdx.x == 0) produce<kMasked>(params, smem, stream, batch, head, row0, dense, sharers);
+    with_smem([&](auto& smem) { produce(params, smem, stream, batch, head, row0, sharers); });
   } else {
     ptx::registers_raise<kConsumerRegisters>();
-    const int group = warpgroup - 1;
-    const bool together = stream.offset1 == 0 && row0 + kGroupRows < params.q_len && stream.tiles > 0;
-    Consumer<Element, kHeadDim, kMasked> consumer(params, smem, batch, head, group, row0 + group * kGroupRows, kMasked && together, log2f(lambda));
-    if constexpr (kMasked) {
-      consumer.template run<true>(stream);
-    } else if (dense) {
-      consumer.template run<false>(stream);
-    } else {
-      consumer.template run<true>(stream);
-    }
+    with_smem([&](auto& smem) { consume<Element, kHeadDim>(params, smem, stream, batch, head, row0, lambda); });
   }
   if (sharers > 1) ptx::cluster_sync();  // until then the other CTA may arrive at barriers of this one
 }

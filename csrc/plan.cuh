@@ -22,38 +22,43 @@ __host__ __device__ constexpr int copy_keys(int panels) { return kTileKeys * pan
 // Named barriers (0 is __syncthreads). Each consumer warpgroup has its own of each kind: id + group.
 enum NamedBarrier : int { kVote = 1, kTurn = 3, kDone = 5 };
 
+// The loop that a consumer runs: without votes (lambda = 0), with votes and Q K^T one tile ahead, or with votes and masks.
+enum class Loop { kDense, kAhead, kMasked };
+
 // Shared memory of a CTA. Every two-byte array is in panels of 64 columns, 128-byte swizzled, as TMA writes and wgmma reads it.
 //
-// `value` is a ring that both groups share where nothing is voted on, and in the masked kernel. With votes each group has two buffers of
-// its own, group and 2 + group, and loads V of the tiles that it keeps, after its vote: a skipped tile costs no copy and no barrier.
+// `value` is a ring that both groups share. Not so in the ahead loop: there each group has one buffer of its own and loads V of the tiles
+// that it keeps, after its vote, so a skipped tile costs no copy.
 //
-// `query` lives in registers, except in the masked kernel, which has too few. It arrives through `value[2 + group]`, and the output leaves
-// the same way. D = 128: 3 * 32 KB of K + 4 * 32 KB of V (masked: 32 KB of Q + 3 * (32 + 32) KB) of the SM's 227 KB.
-template <typename Element_, int kHeadDim, bool kMasked>
+// `query` lives in registers in the dense loop, and arrives through `value[2 + group]`; the output leaves the same way. The others have
+// too few registers for it (ahead: at D = 128). D = 128, in 32 KB of the SM's 227: dense 3 of K + 4 of V, ahead 1 of Q + 4 of K + 2 of V, masked 1 + 3 + 3.
+template <typename Element_, int kHeadDim, Loop kLoop_>
 struct __align__(1024) SharedMemory {
   using Element = Element_;
+  static constexpr Loop kLoop = kLoop_;
+  static constexpr bool kQueryInRing = kLoop == Loop::kDense;
   static constexpr int kPanels = kHeadDim / kPanel;
-  static constexpr int kKeyStages = kHeadDim == 128 ? 3 : 4;
-  static constexpr int kValueStages = kMasked ? 3 : 2 * kGroups;
+  static constexpr int kKeyStages = kHeadDim == 128 ? (kLoop == Loop::kAhead ? 4 : 3) : (kLoop == Loop::kAhead ? 8 : 4);
+  static constexpr int kValueStages = kLoop == Loop::kDense ? 2 * kGroups : kLoop == Loop::kAhead ? kGroups : 3;
   using Query = Element[kPanels][kGroupRows][kPanel];
   using Tile = Element[kPanels][kTileKeys][kPanel];
 
   Tile key[kKeyStages];
   Tile value[kValueStages];
-  Query masked_query[kMasked ? kGroups : 0];
+  Query own_query[kQueryInRing ? 0 : kGroups];
   uint64_t query_full[kGroups];
   uint64_t query_free;                       // both groups hold their query in registers
   uint64_t key_full[kKeyStages];
   uint64_t key_empty[kKeyStages];
   uint64_t value_full[kValueStages];
   uint64_t value_empty[kValueStages];
-  alignas(16) float key_bias[kGroups][kTileKeys];  // masked kernel: what to add to a key's scores, log2 units; -inf masks
+  alignas(16) float key_bias[kLoop == Loop::kMasked ? kGroups : 0][kTileKeys];  // what to add to a key's scores, log2 units; -inf masks
 
   __device__ __forceinline__ Query& query(int group) {
-    if constexpr (kMasked) {
-      return masked_query[group];
-    } else {
+    if constexpr (kQueryInRing) {
       return reinterpret_cast<Query&>(value[kGroups + group]);
+    } else {
+      return own_query[group];
     }
   }
 };

@@ -36,6 +36,15 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
       : "memory");
   return done != 0;
 }
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {  // does not wait
+  uint32_t done;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   while (!mbarrier_try_wait(barrier, parity)) {
   }
@@ -99,6 +108,23 @@ __device__ __forceinline__ void load_matrix(uint32_t* x, uint32_t row_smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row_smem) : "memory");
 }
 
+// Whether in some lane of the warp a[i] > b[i] or one of them is NaN, or x < 0.
+__device__ __forceinline__ bool any_greater_or_negative(const float (&a)[2], const float (&b)[2], int x) {
+  uint32_t any;
+  asm volatile(
+      "{ .reg .pred p; setp.lt.s32 p, %5, 0; setp.gtu.or.f32 p, %1, %2, p; setp.gtu.or.f32 p, %3, %4, p; vote.sync.any.pred p, p, 0xffffffff; selp.u32 %0, 1, 0, p; }"
+      : "=r"(any)
+      : "f"(a[0]), "f"(b[0]), "f"(a[1]), "f"(b[1]), "r"(x));
+  return any != 0;
+}
+
+// What all lanes have anyway, in a register of the warp: from there a wgmma takes its descriptors.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) {
+  uint32_t y;
+  asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // ---- registers of a warpgroup ----
 
 template <int kRegisters>
@@ -141,9 +167,9 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kInFlight>
+template <int kInFlight, int kPlace = 0>  // the compiler does not join waits of different places
 __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0; // %1" ::"n"(kInFlight), "n"(kPlace) : "memory");
 }
 // Ties a register array to this point of the program: reads and writes of it do not move across.
 template <int kCount>

@@ -1,0 +1,271 @@
+// The consumer that votes on every key tile, with Q K^T one tile ahead. The algorithm is BLASST (arXiv 2512.12087) on top of online softmax.
+//
+// Two buffers of scores take turns. While tile n is voted on and its exps are computed, Q K^T of tile n + 1 runs into the other buffer; P of
+// tile n is packed into registers of the buffer that it came from, so Q K^T of n + 2 is issued when P V of n is over (or at once, where n
+// is skipped).
+#pragma once
+
+#include "consumer.cuh"
+
+constexpr int kVoters = kWarpgroup + 32;  // the group, and the warp that loads V of the tiles that it keeps
+
+template <typename Element, int kHeadDim>
+struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
+  using Base = Consumer<Element, kHeadDim, Loop::kAhead>;
+  using Smem = typename Base::Smem;
+  using Scores = typename Base::Scores;
+  using Weights = typename Base::Weights;
+  using Base::exp_base, Base::exp_sum, Base::group, Base::lane, Base::out, Base::params, Base::row0, Base::row_votes, Base::skipped, Base::smem, Base::unit;
+
+  struct Places {
+    int tile, tiles, first_cut;  // the tile looked at next, of so many, of which those from `first_cut` on are cut
+    uint32_t issue, end;         // position of the next Q K^T, and that after the group's last tile
+    bool key_there = false;      // K of the next Q K^T
+    uint32_t value_parity = 0;
+  };
+
+  Scores scores[2];
+  float tile_max[2];      // of the tile voted on next, this thread's scores only
+  float running_max[2];   // of the tiles kept; raw scores
+  float cutoff[2];        // running_max + ln(lambda)
+  bool rises;             // uniform over the warp: the tile raises some running maximum
+  int voters[2];          // row_votes
+  const float threshold;  // ln(lambda), in units of raw scores
+
+  __device__ __forceinline__ AheadConsumer(const Params& params, Smem& smem, int batch, int head, int group, int row0, float log2_threshold)
+      : Base(params, smem, batch, head, group, row0), threshold(log2_threshold / params.scale_log2) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      running_max[i] = -FLT_MAX;  // not -inf: a row without a key in the tile does not object to it
+      voters[i] = row_votes[i];
+      asm volatile("" : "+r"(voters[i]));  // or it is computed again in each step, from the thread's number on
+    }
+  }
+
+  // The skip decision of one (64-row group, 128-key tile) pair, uniform over the warpgroup:
+  //     skip  <=>  for all rows i:  tile_max[i] - max(m[i], tile_max[i]) < ln(lambda)   or   tile_max[i] = -inf
+  // Since ln(lambda) <= 0 and the comparison is strict, a row agrees iff tile_max[i] - m[i] < ln(lambda): a tile that raises or equals a
+  // maximum stays. That in turn holds iff it holds for each lane's own part of the row, so no shuffle and no exp is needed. A NaN makes
+  // it false, so its row objects. Rows past the end have no vote.
+  __device__ __forceinline__ bool skip_vote() const {
+    const bool agree = ((voters[0] == 0) | (tile_max[0] < cutoff[0])) & ((voters[1] == 0) | (tile_max[1] < cutoff[1]));
+    return ptx::barrier_all(kVote + group, kVoters, agree);
+  }
+
+  __device__ __forceinline__ void release(uint32_t position) const {
+    if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(&smem.key_empty[position % Smem::kKeyStages]));
+  }
+
+  __device__ __forceinline__ uint32_t key_full(uint32_t position) const { return ptx::smem_address(&smem.key_full[position % Smem::kKeyStages]); }
+  // Held by the warp: from a thread's registers each descriptor takes R2UR, and Q K^T 290 cycles to issue instead of 160.
+  __device__ __forceinline__ typename Base::QkOperands next_operands(const Places& at) const {
+    const auto [q, k] = this->qk_operands(at.issue % Smem::kKeyStages);
+    return {ptx::uniform(q), ptx::uniform(k)};
+  }
+  // The compiler sees that a vote is uniform: no reconvergence behind the branch.
+  __device__ __forceinline__ bool is_cut_tile(const Places& at) const { return __any_sync(~0u, at.tile >= at.first_cut); }
+  __device__ __forceinline__ void test_key(Places& at) const {
+    at.key_there = ptx::mbarrier_test(key_full(at.issue), at.issue / Smem::kKeyStages % 2);
+  }
+
+  // Past the group's last tile the product is of whatever is there, and nobody looks at it: a condition would serialise all products.
+  template <int kBuffer>
+  __device__ __forceinline__ void issue_qk(Places& at, const typename Base::QkOperands& operands) {
+    if (!at.key_there && at.issue < at.end) ptx::mbarrier_wait(key_full(at.issue), at.issue / Smem::kKeyStages % 2);
+    this->qk_gemm(scores[kBuffer], operands);
+    ++at.issue;
+  }
+
+  // ---- the scores of a tile are there ----
+  // As integers, floats are in order if the largest is not negative, and VIMNMX3 takes as long for three as FMNMX for two. Where all of a
+  // thread's are negative the result is too small; that matters only if a negative maximum can object.
+  template <int kBuffer>
+  __device__ __forceinline__ void look(const Places& at, bool cut) {
+    if (cut) this->mask_scores(scores[kBuffer], at.tile, true);
+    int wrong = 0;  // negative: that
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int largest = this->template own_extreme<true>(scores[kBuffer], i);
+      tile_max[i] = __int_as_float(largest);
+      cutoff[i] = running_max[i] + threshold;
+      wrong |= largest & (__float_as_int(cutoff[i]) - 1);  // 0 too is a cutoff that -0 reaches
+    }
+    rises = ptx::any_greater_or_negative(tile_max, running_max, wrong);  // true for the first tile, and for a NaN
+  }
+  template <int kBuffer>
+  __device__ __forceinline__ void look_again() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float largest_negative = __int_as_float(this->template own_extreme<false>(scores[kBuffer], i));
+      if (__float_as_int(tile_max[i]) < 0) tile_max[i] = largest_negative;
+    }
+    rises = ptx::any_greater_or_negative(tile_max, running_max, 0);
+  }
+
+  // ---- the new maxima; where one exceeds its base, new bases, and what was summed so far is multiplied to them ----
+  __device__ __forceinline__ void raise_max() {
+    bool below = true;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      running_max[i] = ptx::max_nan(running_max[i], this->row_max(tile_max[i]));
+      below &= running_max[i] * unit - exp_base[i] <= kBaseSlack;
+    }
+    if (!__any_sync(~0u, !below)) return;
+    float rescale[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float old_base = exp_base[i];
+      exp_base[i] = running_max[i] * unit;
+      rescale[i] = ptx::exp2_approx(old_base - exp_base[i]);
+      exp_sum[i] *= rescale[i];
+    }
+    this->rescale_out(rescale);
+  }
+
+  template <int kBuffer>
+  __device__ __forceinline__ void softmax_step(Weights& weights) {
+    if (rises) raise_max();
+    float sum[2];
+    this->exponentiate(scores[kBuffer], weights, sum);
+    exp_sum[0] += sum[0];
+    exp_sum[1] += sum[1];
+    ptx::pin(exp_sum);  // or the sums are left for later, and the exps with them
+  }
+
+  // The wait stands in both branches, since one before them would be moved to before the exps. `late` is 0, and known when most exps are
+  // done: V is not there earlier, and the second test costs 60 cycles.
+  __device__ __forceinline__ void await_qk_and_value(Places& at, uint32_t late) const {
+    const uint32_t value_full = ptx::smem_address(&smem.value_full[group]);
+    if (ptx::mbarrier_test(value_full, at.value_parity + late)) {
+      ptx::wgmma_wait<0, 3>();
+    } else {
+      ptx::mbarrier_wait(value_full, at.value_parity);
+      ptx::wgmma_wait<0, 4>();
+    }
+    at.value_parity ^= 1;
+  }
+
+  template <int kPlace>
+  __device__ __forceinline__ void await_pv() {
+    ptx::wgmma_wait<0, kPlace>();
+    ptx::pin(out);
+  }
+
+  // ---- tile n is kept: its P V beside the maxima of n + 1, then Q K^T of n + 2 ----
+  template <int kBuffer>
+  __device__ __forceinline__ void keep(Places& at) {
+    Weights weights;
+    softmax_step<kBuffer>(weights);
+    const uint32_t value = ptx::uniform(this->value_operand(group));
+    const bool cut = is_cut_tile(at);
+    await_qk_and_value(at, weights[20] >> 31);
+    ptx::pin(scores[kBuffer ^ 1]);
+    this->pv_gemm(weights, value);
+    release(at.issue - 1);
+    test_key(at);
+    const auto operands = next_operands(at);
+    look<kBuffer ^ 1>(at, cut);
+    if (rises) {
+      look_again<kBuffer ^ 1>();
+      await_pv<1>();
+    } else {
+      await_pv<2>();
+    }
+    issue_qk<kBuffer>(at, operands);
+  }
+
+  // ---- tile n is skipped: Q K^T of n + 2 beside the maxima of n + 1 ----
+  template <int kBuffer>
+  __device__ __forceinline__ void skip(Places& at) {
+    ++skipped;
+    const bool cut = is_cut_tile(at);
+    issue_qk<kBuffer>(at, next_operands(at));
+    ptx::wgmma_wait<1>();
+    ptx::pin(scores[kBuffer ^ 1]);
+    release(at.issue - 2);
+    look<kBuffer ^ 1>(at, cut);
+    if (rises) look_again<kBuffer ^ 1>();
+  }
+
+  // ---- the vote on tile n and what follows from it; returns whether n + 1 is the last ----
+  template <int kBuffer>
+  __device__ __forceinline__ bool turn(Places& at) {
+    test_key(at);
+    const bool skips = skip_vote();
+    at.tile = at.tile + 1 == at.tiles ? 0 : at.tile + 1;
+    if (skips) {
+      skip<kBuffer>(at);
+    } else {
+      keep<kBuffer>(at);
+    }
+    return at.issue > at.end;
+  }
+
+  // ---- the last tile ----
+  template <int kBuffer>
+  __device__ __forceinline__ void finish(Places& at) {
+    if (skip_vote()) {
+      ++skipped;
+      ptx::wgmma_wait<0>();
+    } else {
+      Weights weights;
+      softmax_step<kBuffer>(weights);
+      await_qk_and_value(at, weights[20] >> 31);
+      this->pv_gemm(weights, ptx::uniform(this->value_operand(group)));
+      await_pv<0>();
+    }
+  }
+
+  // ---- a tile of the other group alone ----
+  __device__ __forceinline__ void pass_tile(uint32_t position) const {
+    ptx::mbarrier_wait(key_full(position), position / Smem::kKeyStages % 2);
+    release(position);
+  }
+
+  __device__ __forceinline__ void run(const Stream& stream) {
+    const bool has_rows = row0 < params.q_len && stream.tiles > 0;
+    const uint32_t begin = stream.begin(group), end = has_rows ? begin + stream.tiles : begin;
+    for (uint32_t position = 0; position < begin; ++position) pass_tile(position);
+    if (has_rows) {
+      ptx::mbarrier_wait(ptx::smem_address(&smem.query_full[group]), 0);
+      const int whole = params.is_causal ? min(params.kv_len, row0 + 1) : params.kv_len;
+      Places at{stream.tile(begin), stream.tiles, whole / kTileKeys, begin, end};
+      if constexpr (Base::kHoldQuery) this->load_query();
+      issue_qk<0>(at, next_operands(at));
+      issue_qk<1>(at, next_operands(at));
+      ptx::wgmma_wait<1>();
+      ptx::pin(scores[0]);
+      release(begin);
+      look<0>(at, is_cut_tile(at));
+      look_again<0>();
+      if (stream.tiles == 1) {
+        finish<0>(at);
+      } else {
+        while (true) {
+          if (turn<0>(at)) {
+            finish<1>(at);
+            break;
+          }
+          if (turn<1>(at)) {
+            finish<0>(at);
+            break;
+          }
+        }
+      }
+      this->visited = stream.tiles;
+    }
+    for (uint32_t position = end; position < stream.length; ++position) pass_tile(position);
+    if (row0 < params.q_len) this->store_output();
+  }
+};
+
+// One warp for each group: takes part in its votes, and loads V of the tiles that it keeps. P V of the tile before is over by then.
+template <typename Smem>
+__device__ __forceinline__ void load_kept_values(const Params& params, Smem& smem, const Stream& stream, int batch, int kv_head, int group) {
+  int tile = stream.tile(stream.begin(group));
+  for (int n = 0; n < stream.tiles; ++n, tile = tile + 1 == stream.tiles ? 0 : tile + 1) {
+    const bool skips = ptx::barrier_all(kVote + group, kVoters, true);
+    if (!skips && threadIdx.x % 32 == 0) load_tile(smem.value[group], &params.value_map, smem.value_full[group], tile, kv_head, batch);
+    __syncwarp();
+  }
+}

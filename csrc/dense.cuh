@@ -1,0 +1,133 @@
+// The consumer where nothing is voted on (lambda = 0).
+#pragma once
+
+#include "consumer.cuh"
+
+template <typename Element, int kHeadDim>
+struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
+  using Base = Consumer<Element, kHeadDim, Loop::kDense>;
+  using Smem = typename Base::Smem;
+  using Base::exp_base, Base::exp_sum, Base::group, Base::lane, Base::out, Base::params, Base::row0, Base::smem, Base::unit;
+
+  struct Places {
+    RingPlace<Smem::kKeyStages> key;  // of this tile
+    bool key_there = false;
+    int tile;
+    RingPlace<Smem::kValueStages> value;  // of the tile before, whose P V is due
+  };
+
+  typename Base::Scores scores;
+  typename Base::Weights weights;
+  int partner_lane;           // the lane that releases to the other CTA of the cluster; 32: no lane
+  uint32_t partner_distance;  // from an address of this CTA to the same place in the other
+
+  __device__ __forceinline__ DenseConsumer(const Params& params, Smem& smem, int batch, int head, int group, int row0)
+      : Base(params, smem, batch, head, group, row0) {
+    partner_lane = params.cluster > 1 ? 1 : 32;
+    const uint32_t here = ptx::smem_address(&smem);  // holds the CTA's rank too
+    partner_distance = params.cluster > 1 ? ptx::map_to_rank(here, ptx::cluster_rank() ^ 1) - here : 0;
+    asm volatile("" : "+r"(partner_lane), "+r"(partner_distance));
+  }
+
+  // To both CTAs: each has filled one half of the buffer, and waits for the warps of both.
+  __device__ __forceinline__ void release(uint32_t barrier) const {
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+    if (lane == partner_lane) ptx::mbarrier_arrive_cluster(barrier + partner_distance);
+  }
+
+  // Uniform over the warp; true for the first tile, and for a NaN. No lane needs to know the others' maxima for it.
+  __device__ __forceinline__ bool exceeds_base(const float (&tile_max)[2]) const {
+    const bool below = (tile_max[0] * unit - exp_base[0] <= kBaseSlack) & (tile_max[1] * unit - exp_base[1] <= kBaseSlack);
+    return __any_sync(~0u, !below);
+  }
+
+  // ---- new bases; what was summed so far is multiplied to them ----
+  __device__ __forceinline__ void raise_base(const float (&tile_max)[2]) {
+    float rescale[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float old_base = exp_base[i];
+      exp_base[i] = ptx::max_nan(old_base, this->row_max(tile_max[i]) * unit);
+      rescale[i] = ptx::exp2_approx(old_base - exp_base[i]);
+      exp_sum[i] *= rescale[i];
+    }
+    this->rescale_out(rescale);
+  }
+
+  // ---- one key tile; kPending: P V of the tile before is due, and runs beside this Q K^T and its maxima ----
+  template <bool kPending>
+  __device__ __forceinline__ void step(Places& at, int tiles) {
+    const int tile = at.tile;
+    bool value_there = false;
+    if constexpr (kPending) value_there = ptx::mbarrier_test(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity);
+    if (!at.key_there) ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity);
+    this->qk_gemm(scores, at.key.stage);
+    if constexpr (kPending) {
+      if (!value_there) ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity);
+      this->pv_gemm(weights, this->value_operand(at.value.stage));
+    }
+    // While the products run: all that would otherwise stand between them and the next ones.
+    uint32_t key_empty = ptx::smem_address(&smem.key_empty[at.key.stage]), value_empty = ptx::smem_address(&smem.value_empty[at.value.stage]);
+    int cut = this->is_cut(tile);
+    at.key.advance();
+    if constexpr (kPending) at.value.advance();
+    at.tile = tile + 1 == tiles ? 0 : tile + 1;
+    asm volatile("" : "+r"(key_empty), "+r"(value_empty), "+r"(cut), "+r"(at.key.stage), "+r"(at.key.parity), "+r"(at.tile));
+    at.key_there = ptx::mbarrier_test(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity);
+    ptx::wgmma_wait<kPending ? 1 : 0>();
+    ptx::pin(scores);
+    release(key_empty);
+
+    this->mask_scores(scores, tile, cut != 0);
+    float tile_max[2], sum[2];
+    this->own_max(scores, tile_max);
+    // P V is over by now. The wait stands in both branches, since one before them would be moved to before the maxima.
+    if (exceeds_base(tile_max)) {
+      if constexpr (kPending) await_pv<1>(value_empty);
+      raise_base(tile_max);
+    } else {
+      if constexpr (kPending) await_pv<2>(value_empty);
+    }
+    this->exponentiate(scores, weights, sum);
+    exp_sum[0] += sum[0];
+    exp_sum[1] += sum[1];
+  }
+
+  template <int kPlace>
+  __device__ __forceinline__ void await_pv(uint32_t value_empty) {
+    ptx::wgmma_wait<0, kPlace>();
+    ptx::pin(out);
+    release(value_empty);
+  }
+
+  __device__ __forceinline__ void run(const Stream& stream) {
+    const bool has_rows = row0 < params.q_len;
+    if (has_rows) {
+      ptx::mbarrier_wait(ptx::smem_address(&smem.query_full[group]), 0);
+      this->load_query();
+    }
+    release(ptx::smem_address(&smem.query_free));
+    Places at;
+    at.tile = stream.start;
+    if (!has_rows) {
+      for (int n = 0; n < stream.tiles; ++n, at.key.advance(), at.value.advance()) pass_tile(at);
+    } else if (stream.tiles > 0) {
+      step<false>(at, stream.tiles);
+      for (int left = stream.tiles - 1; left > 0; --left) step<true>(at, stream.tiles);
+      ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity);
+      this->pv_gemm(weights, this->value_operand(at.value.stage));
+      await_pv<0>(ptx::smem_address(&smem.value_empty[at.value.stage]));
+      this->visited = stream.tiles;
+    }
+    ptx::barrier_sync(kDone, kGroups * kWarpgroup);  // the output leaves through a buffer of the ring
+    if (has_rows) this->store_output();
+  }
+
+  // ---- a group past the last row hands the buffers on ----
+  __device__ __forceinline__ void pass_tile(const Places& at) const {
+    ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity);
+    release(ptx::smem_address(&smem.key_empty[at.key.stage]));
+    ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity);
+    release(ptx::smem_address(&smem.value_empty[at.value.stage]));
+  }
+};
