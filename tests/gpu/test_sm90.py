@@ -205,6 +205,17 @@ def test_nan_stays_in_its_row_and_objects() -> None:
     assert torch.equal(counts, reference_attention(query, key, value, torch.tensor(THRESHOLD, device="cuda"), scale=SCALE)[2])
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_negative_scores(head_dim: int, order: str) -> None:
+    """The kernel looks for maxima among integers, whose order is another where all floats are negative."""
+    query, key, value = exact_inputs(1, 2, 2, 512, 2048, head_dim, torch.bfloat16)
+    key[..., 0] = -3 - (key[..., 0].abs() / 2).floor()
+    assert (query.float() @ key.float().mT).max() < 0
+    for threshold in (THRESHOLD, 1.0):
+        assert check(query, key, value, threshold, tile_order=order)[1] > 0
+
+
 def test_no_keys_and_no_rows() -> None:
     query, key, value = exact_inputs(1, 2, 2, 100, 128, 128, torch.bfloat16)
     out, lse, counts = attend(query, key[:, :, :0], value[:, :, :0], THRESHOLD)
