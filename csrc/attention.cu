@@ -1,4 +1,4 @@
-// The library's entry point: checks a call, describes it to the kernel, launches. No allocation, no synchronisation.
+// The library's entry points: they check a call, describe it to the kernel, launch it. No allocation, no synchronisation.
 #include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 #include <tvm/ffi/container/tensor.h>
@@ -105,10 +105,10 @@ void describe_query_mask(Params& params, const TensorView& mask, int batch) {
   params.query_mask_stride_row = mask.size(2) > 1 ? mask.stride(2) : 0;
 }
 
-// query [B,Hq,Sq,D], key and value [B,Hkv,Skv,D], threshold float32 [] or [B], attn_mask from [B,1,1,Skv], query_mask [B,1,Sq,1];
-// written: out [B,Hq,Sq,D], lse float32 [B,Hq,Sq] and counts int32 [B,Hq,2], the last two contiguous. On the caller's current stream.
-void attention(TensorView query, TensorView key, TensorView value, TensorView threshold, Optional<TensorView> attn_mask, Optional<TensorView> query_mask,
-               TensorView out, TensorView lse, TensorView counts, bool is_causal, double scale, bool own_first) {
+// What both entry points share. query [B,Hq,Sq,D], key and value [B,Hkv,Skv,D], attn_mask from [B,1,1,Skv], query_mask [B,1,Sq,1]; written: out
+// [B,Hq,Sq,D] and counts int32 [B,Hq,columns], contiguous. `params` has what differs. On the caller's current stream.
+void run(Params params, TensorView query, TensorView key, TensorView value, Optional<TensorView> attn_mask, Optional<TensorView> query_mask, TensorView out,
+         TensorView counts, int64_t columns, bool is_causal, double scale, bool own_first, bool measures) {
   const auto type = query.dtype();
   const bool half = is_type(type, kDLFloat, 16);
   REQUIRE(half || is_type(type, kDLBfloat, 16), "query must be bfloat16 or float16");
@@ -125,10 +125,8 @@ void attention(TensorView query, TensorView key, TensorView value, TensorView th
     REQUIRE(value.size(i) == key.size(i), "value must have key's shape " << key.shape() << ", got " << value.shape());
     REQUIRE(out.size(i) == query.size(i), "out must have query's shape " << query.shape() << ", got " << out.shape());
   }
-  REQUIRE(is_type(threshold.dtype(), kDLFloat, 32) && (threshold.ndim() == 0 || (threshold.ndim() == 1 && (threshold.size(0) == batch))),
-          "threshold must be float32 [] or [batch] = [" << batch << "], got " << threshold.shape());
-  REQUIRE(is_type(lse.dtype(), kDLFloat, 32) && lse.IsContiguous() && lse.numel() == batch * heads * q_len, "lse must be float32 [batch, heads, rows], contiguous");
-  REQUIRE(is_type(counts.dtype(), kDLInt, 32) && counts.IsContiguous() && counts.numel() == 2 * batch * heads, "counts must be int32 [batch, heads, 2], contiguous");
+  REQUIRE(is_type(counts.dtype(), kDLInt, 32) && counts.IsContiguous() && counts.numel() == columns * batch * heads,
+          "counts must be int32 [batch, heads, " << columns << "], contiguous");
   constexpr int64_t kLimit = std::numeric_limits<int>::max() - 2 * kBlockRows;
   REQUIRE(q_len <= kLimit && kv_len <= kLimit, "at most " << kLimit << " rows and keys, got " << q_len << " and " << kv_len);
 
@@ -136,10 +134,9 @@ void attention(TensorView query, TensorView key, TensorView value, TensorView th
   const DeviceGuard guard(device);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
   if (batch * heads == 0) return;
-  check_cuda(cudaMemsetAsync(data(counts), 0, sizeof(int32_t) * 2 * batch * heads, stream), "zeroing counts");
+  check_cuda(cudaMemsetAsync(data(counts), 0, sizeof(int32_t) * columns * batch * heads, stream), "zeroing counts");
   if (q_len == 0) return;
 
-  Params params{};
   const auto map_type = half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   params.query_map = tensor_map(query, "query", map_type, kGroupRows);
   params.key_map = tensor_map(key, "key", map_type, copy_keys(head_dim / kPanel));
@@ -150,10 +147,7 @@ void attention(TensorView query, TensorView key, TensorView value, TensorView th
   params.out_stride_row = out.stride(2);
   REQUIRE(out.stride(3) == 1 && reinterpret_cast<uintptr_t>(params.out) % 16 == 0 && out.stride(0) % 8 == 0 && out.stride(1) % 8 == 0 && out.stride(2) % 8 == 0,
           "out must have a unit last stride, and start and other strides in multiples of 16 bytes");
-  params.lse = static_cast<float*>(data(lse));
   params.counts = static_cast<int32_t*>(data(counts));
-  params.threshold = static_cast<const float*>(data(threshold));
-  params.threshold_stride = threshold.ndim() == 1 && batch > 1 ? threshold.stride(0) : 0;
   params.heads = static_cast<int>(heads);
   params.heads_per_kv_head = static_cast<int>(heads / kv_heads);
   params.q_len = static_cast<int>(q_len);
@@ -164,20 +158,51 @@ void attention(TensorView query, TensorView key, TensorView value, TensorView th
   params.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
   if (attn_mask.has_value()) describe_mask(params, attn_mask.value(), static_cast<int>(batch));
   if (query_mask.has_value()) describe_query_mask(params, query_mask.value(), static_cast<int>(batch));
-  // A scale that is not positive breaks "the largest raw score is the largest score"; the masked kernel scales first.
-  const bool masked = attn_mask.has_value() || query_mask.has_value() || !(params.scale_log2 > 0.f);
+  // A scale that is not positive breaks "the largest raw score is the largest score"; the masked kernel scales first. And a measurement's
+  // dense loop takes both groups through the same tiles at once.
+  const bool apart = measures && own_first && !params.wide && q_len != kv_len;
+  const bool masked = attn_mask.has_value() || query_mask.has_value() || !(params.scale_log2 > 0.f) || apart;
 
   // A pair of CTAs shares copies (see kernel.cuh); an odd number of blocks costs an idle one in each head.
   const int64_t q_blocks = (q_len + kBlockRows - 1) / kBlockRows;
-  params.cluster = !masked && !is_causal && (q_blocks % 2 == 0 || q_blocks > 16) ? 2 : 1;
+  params.cluster = !masked && !measures && !is_causal && (q_blocks % 2 == 0 || q_blocks > 16) ? 2 : 1;
   params.q_blocks = static_cast<int>((q_blocks + params.cluster - 1) / params.cluster * params.cluster);
   const int64_t blocks = batch * heads * params.q_blocks;
   REQUIRE(blocks <= std::numeric_limits<int>::max(), "batch * heads * ceil(rows / 128) must be below 2^31, got " << blocks);
   const auto launch_typed = half ? (head_dim == 128 ? launch<ElementType::kFloat16, 128> : launch<ElementType::kFloat16, 64>)
                                  : (head_dim == 128 ? launch<ElementType::kBFloat16, 128> : launch<ElementType::kBFloat16, 64>);
-  check_cuda(launch_typed(params, masked, static_cast<unsigned>(blocks), device, stream), "launching the attention kernel");
+  check_cuda(launch_typed(params, masked, measures, static_cast<unsigned>(blocks), device, stream), "launching the attention kernel");
+}
+
+// As above, with threshold float32 [] or [B], and lse float32 [B,Hq,Sq], contiguous, written too.
+void attention(TensorView query, TensorView key, TensorView value, TensorView threshold, Optional<TensorView> attn_mask, Optional<TensorView> query_mask,
+               TensorView out, TensorView lse, TensorView counts, bool is_causal, double scale, bool own_first) {
+  REQUIRE(query.ndim() == 4, "query must have 4 dimensions, got " << query.shape());
+  const int64_t batch = query.size(0);
+  REQUIRE(is_type(threshold.dtype(), kDLFloat, 32) && (threshold.ndim() == 0 || (threshold.ndim() == 1 && (threshold.size(0) == batch))),
+          "threshold must be float32 [] or [batch] = [" << batch << "], got " << threshold.shape());
+  REQUIRE(is_type(lse.dtype(), kDLFloat, 32) && lse.IsContiguous() && lse.numel() == batch * query.size(1) * query.size(2), "lse must be float32 [batch, heads, rows], contiguous");
+  Params params{};
+  params.lse = static_cast<float*>(data(lse));
+  params.threshold = static_cast<const float*>(data(threshold));
+  params.threshold_stride = threshold.ndim() == 1 && batch > 1 ? threshold.stride(0) : 0;
+  run(params, query, key, value, attn_mask, query_mask, out, counts, 2, is_causal, scale, own_first, false);
+}
+
+// Dense attention that counts the tiles that each of the lambdas in `thresholds`, float32 [n], would skip. wide: groups of 128 rows, not 64.
+void measure(TensorView query, TensorView key, TensorView value, TensorView thresholds, Optional<TensorView> attn_mask, Optional<TensorView> query_mask,
+             TensorView out, TensorView counts, bool is_causal, double scale, bool own_first, bool wide) {
+  REQUIRE(is_type(thresholds.dtype(), kDLFloat, 32) && thresholds.ndim() == 1 && thresholds.size(0) >= 1 && thresholds.size(0) <= kMostTrials,
+          "thresholds must be float32 [n] with n from 1 to " << kMostTrials << ", got " << thresholds.shape());
+  Params params{};
+  params.threshold = static_cast<const float*>(data(thresholds));
+  params.threshold_stride = thresholds.stride(0);
+  params.trials = static_cast<int>(thresholds.size(0));
+  params.wide = wide;
+  run(params, query, key, value, attn_mask, query_mask, out, counts, 1 + params.trials, is_causal, scale, own_first, true);
 }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attention, attention);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(measure, measure);

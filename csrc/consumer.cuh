@@ -208,6 +208,7 @@ struct Consumer {
   }
 
   // ---- out / sum, through the group's own part of shared memory so that global stores are 16 bytes a thread and whole rows ----
+  template <bool kMeasures = false>
   __device__ __forceinline__ void store_output() {
     constexpr int kChunks = kHeadDim / 8;  // of 16 bytes a row; swizzled by the row, or eight rows would meet in the same banks
     char* staged = reinterpret_cast<char*>(smem.query(group));
@@ -226,7 +227,7 @@ struct Consumer {
         const float low = zero ? 0.f : out[4 * j + 2 * i] * inverse, high = zero ? 0.f : out[4 * j + 2 * i + 1] * inverse;
         *reinterpret_cast<uint32_t*>(staged + (local * kChunks + (j ^ (local & 7))) * 16 + (thread % 4) * 4) = ptx::pack<Element>(low, high);
       }
-      if (thread % 4 == 0 && row(i) < params.q_len) lse[row(i)] = zero ? -kInfinity : exp_base[i] * kLn2 + logf(sum);
+      if (!kMeasures && thread % 4 == 0 && row(i) < params.q_len) lse[row(i)] = zero ? -kInfinity : exp_base[i] * kLn2 + logf(sum);
     }
     ptx::barrier_sync(kVote + group, kWarpgroup);
     Element* target = static_cast<Element*>(params.out) + batch * params.out_stride_batch + head * params.out_stride_head;
@@ -237,7 +238,7 @@ struct Consumer {
             *reinterpret_cast<const uint4*>(staged + (local * kChunks + (j ^ (local & 7))) * 16);
       }
     }
-    if (thread == 0) {
+    if (!kMeasures && thread == 0) {
       int32_t* counts = params.counts + 2 * (int64_t{batch} * params.heads + head);
       atomicAdd(counts, visited);
       if (skipped > 0) atomicAdd(counts + 1, skipped);

@@ -1,9 +1,10 @@
-// The consumer where nothing is voted on (lambda = 0).
+// The consumer where nothing is voted on: lambda = 0, and measurements without masks.
 #pragma once
 
 #include "consumer.cuh"
+#include "tally.cuh"
 
-template <typename Element, int kHeadDim>
+template <typename Element, int kHeadDim, bool kMeasures>
 struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
   using Base = Consumer<Element, kHeadDim, Loop::kDense>;
   using Smem = typename Base::Smem;
@@ -18,11 +19,13 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
 
   typename Base::Scores scores;
   typename Base::Weights weights;
+  float running_max[2] = {-kInfinity, -kInfinity};  // to measure; raw scores
+  std::conditional_t<kMeasures, Tally<Smem>, NoTally> tally;
   int partner_lane;           // the lane that releases to the other CTA of the cluster; 32: no lane
   uint32_t partner_distance;  // from an address of this CTA to the same place in the other
 
   __device__ __forceinline__ DenseConsumer(const Params& params, Smem& smem, int batch, int head, int group, int row0)
-      : Base(params, smem, batch, head, group, row0) {
+      : Base(params, smem, batch, head, group, row0), tally(params, smem, group == 0 && row0 + kGroupRows >= params.q_len) {
     partner_lane = params.cluster > 1 ? 1 : 32;
     const uint32_t here = ptx::smem_address(&smem);  // holds the CTA's rank too
     partner_distance = params.cluster > 1 ? ptx::map_to_rank(here, ptx::cluster_rank() ^ 1) - here : 0;
@@ -54,6 +57,15 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
     this->rescale_out(rescale);
   }
 
+  // ---- a measurement's look at a tile; the maxima need the other lanes only where one rises ----
+  __device__ __forceinline__ float look(const float (&tile_max)[2]) {
+    if (__any_sync(~0u, !(tile_max[0] <= running_max[0]) | !(tile_max[1] <= running_max[1]))) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) running_max[i] = ptx::max_nan(running_max[i], this->row_max(tile_max[i]));
+    }
+    return skip_distance(tile_max, running_max, this->row_votes, unit);
+  }
+
   // ---- one key tile; kPending: P V of the tile before is due, and runs beside this Q K^T and its maxima ----
   template <bool kPending>
   __device__ __forceinline__ void step(Places& at, int tiles) {
@@ -81,6 +93,7 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
     this->mask_scores(scores, tile, cut != 0);
     float tile_max[2], sum[2];
     this->own_max(scores, tile_max);
+    if constexpr (kMeasures) tally.add(look(tile_max));
     // P V is over by now. The wait stands in both branches, since one before them would be moved to before the maxima.
     if (exceeds_base(tile_max)) {
       if constexpr (kPending) await_pv<1>(value_empty);
@@ -120,7 +133,10 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
       this->visited = stream.tiles;
     }
     ptx::barrier_sync(kDone, kGroups * kWarpgroup);  // the output leaves through a buffer of the ring
-    if (has_rows) this->store_output();
+    if (has_rows) {
+      this->template store_output<kMeasures>();
+      tally.store(params, this->batch, this->head);
+    }
   }
 
   // ---- a group past the last row hands the buffers on ----

@@ -73,16 +73,16 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem, const 
 }
 
 // A consumer warpgroup.
-template <typename Element, int kHeadDim, typename Smem>
+template <typename Element, int kHeadDim, bool kMeasures, typename Smem>
 __device__ __forceinline__ void consume(const Params& params, Smem& smem, const Stream& stream, int batch, int head, int row0, float lambda) {
   const int group = threadIdx.x / kWarpgroup - 1, group_row0 = row0 + group * kGroupRows;
   if constexpr (Smem::kLoop == Loop::kDense) {
-    DenseConsumer<Element, kHeadDim>(params, smem, batch, head, group, group_row0).run(stream);
+    DenseConsumer<Element, kHeadDim, kMeasures>(params, smem, batch, head, group, group_row0).run(stream);
   } else if constexpr (Smem::kLoop == Loop::kAhead) {
     AheadConsumer<Element, kHeadDim>(params, smem, batch, head, group, group_row0, log2f(lambda)).run(stream);
   } else {
     const bool take_turns = stream.offset1 == 0 && row0 + kGroupRows < params.q_len && stream.tiles > 0;
-    MaskedConsumer<Element, kHeadDim>(params, smem, batch, head, group, group_row0, take_turns, log2f(lambda)).run(stream);
+    MaskedConsumer<Element, kHeadDim, kMeasures>(params, smem, batch, head, group, group_row0, take_turns, log2f(lambda)).run(stream);
   }
 }
 
@@ -101,10 +101,7 @@ __device__ __forceinline__ void init_barriers(Smem& smem, int sharers) {
   ptx::mbarrier_init_fence();
 }
 
-// NaN and negative act as 0, more than 1 as 1.
-__device__ __forceinline__ float clamp_threshold(float lambda) { return lambda > 0.f ? fminf(lambda, 1.f) : 0.f; }
-
-template <typename Element, int kHeadDim, bool kMasked>
+template <typename Element, int kHeadDim, bool kMasked, bool kMeasures>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
 
@@ -112,16 +109,18 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   const int batch_head = blockIdx.x / params.q_blocks;
   const int batch = batch_head / params.heads, head = batch_head % params.heads;
   const int row0 = (params.is_causal ? params.q_blocks - 1 - block : block) * kBlockRows;  // causal: the longest first
-  const float lambda = clamp_threshold(params.threshold[batch * params.threshold_stride]);
+  const float lambda = kMeasures ? 0.f : clamp_threshold(params.threshold[batch * params.threshold_stride]);
   const bool dense = !kMasked && lambda == 0.f;
   // Without votes two neighbouring CTAs share what they load, if the launch paired them. The order then means nothing but rounding; ascending
-  // gives both the same.
+  // gives both the same. A measurement has the order of the votes that it foresees.
   const int sharers = dense ? params.cluster : 1;
-  const Stream stream(params, row0, params.own_first && !dense);
+  const Stream stream(params, row0, params.own_first && (kMeasures || !dense));
 
   const auto with_smem = [&](auto run) {
     if constexpr (kMasked) {
       run(*reinterpret_cast<SharedMemory<Element, kHeadDim, Loop::kMasked>*>(dynamic_smem));
+    } else if constexpr (kMeasures) {
+      run(*reinterpret_cast<SharedMemory<Element, kHeadDim, Loop::kDense>*>(dynamic_smem));
     } else if (dense) {
       run(*reinterpret_cast<SharedMemory<Element, kHeadDim, Loop::kDense>*>(dynamic_smem));
     } else {
@@ -136,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     with_smem([&](auto& smem) { produce(params, smem, stream, batch, head, row0, sharers); });
   } else {
     ptx::registers_raise<kConsumerRegisters>();
-    with_smem([&](auto& smem) { consume<Element, kHeadDim>(params, smem, stream, batch, head, row0, lambda); });
+    with_smem([&](auto& smem) { consume<Element, kHeadDim, kMeasures>(params, smem, stream, batch, head, row0, lambda); });
   }
   if (sharers > 1) ptx::cluster_sync();  // until then the other CTA may arrive at barriers of this one
 }

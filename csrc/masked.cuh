@@ -3,8 +3,10 @@
 #pragma once
 
 #include "consumer.cuh"
+#include "tally.cuh"
 
-template <typename Element, int kHeadDim>
+// A measurement is lambda = 0: only what is masked for all rows is passed over.
+template <typename Element, int kHeadDim, bool kMeasures>
 struct MaskedConsumer : Consumer<Element, kHeadDim, Loop::kMasked> {
   using Base = Consumer<Element, kHeadDim, Loop::kMasked>;
   using Smem = typename Base::Smem;
@@ -20,13 +22,14 @@ struct MaskedConsumer : Consumer<Element, kHeadDim, Loop::kMasked> {
 
   typename Base::Scores scores;
   typename Base::Weights weights;
+  std::conditional_t<kMeasures, Tally<Smem>, NoTally> tally;
   const bool take_turns;
   const float log2_threshold;
   float running_max[2] = {-kInfinity, -kInfinity};  // of the tiles kept; log2 units
   bool rescales = false;                            // uniform over the warp: some base rose in this tile
 
   __device__ __forceinline__ MaskedConsumer(const Params& params, Smem& smem, int batch, int head, int group, int row0, bool take_turns, float log2_threshold)
-      : Base(params, smem, batch, head, group, row0), take_turns(take_turns), log2_threshold(log2_threshold) {}
+      : Base(params, smem, batch, head, group, row0), tally(params, smem, group == 0 && row0 + kGroupRows >= params.q_len), take_turns(take_turns), log2_threshold(log2_threshold) {}
 
   // ---- this tile's key mask, one key a thread, to shared memory ----
   __device__ __forceinline__ void stage_key_bias(int tile) {
@@ -129,8 +132,9 @@ struct MaskedConsumer : Consumer<Element, kHeadDim, Loop::kMasked> {
     this->own_max(scores, tile_max);
     ++visited;
     const bool keep = !skip_vote(tile_max);
+    if (keep) raise_max(tile_max, rescale);
+    if constexpr (kMeasures) tally.add(skip_distance(tile_max, running_max, row_votes, 1.f));
     if (keep) {
-      raise_max(tile_max, rescale);
       softmax_step(rescale);
     } else {
       const bool any = (row_votes[0] && tile_max[0] != -kInfinity) || (row_votes[1] && tile_max[1] != -kInfinity);
@@ -179,6 +183,9 @@ struct MaskedConsumer : Consumer<Element, kHeadDim, Loop::kMasked> {
     }
     for (; position < stream.length; ++position, at.key.advance(), advance_value()) pass_tile(at, owes_value);
     if (take_turns && group == 0) ptx::barrier_sync(kTurn + 0, kGroups * kWarpgroup);  // takes the turn that nobody waits for
-    if (has_rows) this->store_output();
+    if (has_rows) {
+      this->template store_output<kMeasures>();
+      tally.store(params, batch, this->head);
+    }
   }
 };

@@ -13,6 +13,7 @@ constexpr int kPanel = 64;           // two-byte elements in a 128-byte swizzled
 constexpr int kWarpgroup = 128;      // threads
 constexpr int kThreads = kWarpgroup * (1 + kGroups);  // one producer warpgroup, then the consumers
 constexpr int kConsumerWarps = 4 * kGroups;
+constexpr int kMostTrials = 32;       // lambdas of a measurement: a lane each
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512 of the SM's 65536
 
@@ -20,7 +21,7 @@ constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512 of the 
 __host__ __device__ constexpr int copy_keys(int panels) { return kTileKeys * panels / 2; }
 
 // Named barriers (0 is __syncthreads). Each consumer warpgroup has its own of each kind: id + group.
-enum NamedBarrier : int { kVote = 1, kTurn = 3, kDone = 5 };
+enum NamedBarrier : int { kVote = 1, kTurn = 3, kDone = 5, kTally = 6 };
 
 // The loop that a consumer runs: without votes (lambda = 0), with votes and Q K^T one tile ahead, or with votes and masks.
 enum class Loop { kDense, kAhead, kMasked };
@@ -54,6 +55,8 @@ struct __align__(1024) SharedMemory {
   uint64_t value_empty[kValueStages];
   alignas(16) float key_bias[kLoop == Loop::kMasked ? kGroups : 0][kTileKeys];  // what to add to a key's scores, log2 units; -inf masks
 
+  uint32_t nearest[2][kConsumerWarps];       // see tally.cuh
+
   __device__ __forceinline__ Query& query(int group) {
     if constexpr (kQueryInRing) {
       return reinterpret_cast<Query&>(value[kGroups + group]);
@@ -69,10 +72,12 @@ struct Params {
   CUtensorMap query_map, key_map, value_map;  // rank 4, innermost first: D, S, H, B
   void* out;                                  // [B, Hq, Sq, D], strides in elements
   int64_t out_stride_batch, out_stride_head, out_stride_row;
-  float* lse;                                 // [B, Hq, Sq], contiguous, natural log
-  int32_t* counts;                            // [B, Hq, 2], zeroed before the launch: tiles visited, tiles skipped
-  const float* threshold;                     // lambda, [B] or one for all (stride 0)
+  float* lse;                                 // [B, Hq, Sq], contiguous, natural log; not written by a measurement
+  int32_t* counts;                            // [B, Hq, 2 or 1 + trials], zeroed before the launch: tiles visited, tiles skipped
+  const float* threshold;                     // lambda, [B] or one for all (stride 0); to measure: [trials]
   int64_t threshold_stride;
+  int trials;                                 // of a measurement
+  bool wide;                                  // a measurement's groups are of kBlockRows rows
   const void* mask;                           // key mask [B, Skv], strides in elements
   MaskType mask_type;
   int64_t mask_stride_batch, mask_stride_key;
@@ -86,3 +91,6 @@ struct Params {
   bool is_causal, own_first;
   float scale_log2;                           // scale * log2(e)
 };
+
+// NaN and negative act as 0, more than 1 as 1.
+__device__ __forceinline__ float clamp_threshold(float lambda) { return lambda > 0.f ? fminf(lambda, 1.f) : 0.f; }

@@ -27,7 +27,7 @@ struct Stream {
     int first[kGroups];
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      const int64_t twice_middle = 2 * (int64_t{row0} + g * kGroupRows) + kGroupRows;
+      const int64_t twice_middle = 2 * int64_t{row0} + (params.wide ? kBlockRows : (2 * g + 1) * kGroupRows);
       const int64_t own = own_first ? twice_middle * params.kv_len / (int64_t{2} * params.q_len * kTileKeys) : 0;
       const int tile = static_cast<int>(min(own, int64_t{params.tiles - 1}));
       first[g] = tile < tiles ? tile : 0;  // causal: the tiles from `tiles` on are masked for all rows, so the order wraps at once
