@@ -10,23 +10,23 @@ One pass serves every threshold (`measure`). What NVIDIA ModelOpt calls calibrat
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from skip_attn_compile.config import SkipConfig
+from skip_attn_compile.files import check_writable
 from skip_attn_compile.gate import Gate
 from skip_attn_compile.layers import LayerName, is_compiled
-from skip_attn_compile.measure import MOST_THRESHOLDS
 from skip_attn_compile.measurement import Measurement, Setup
 from skip_attn_compile.observe import Observer
 from skip_attn_compile.pipeline import SchedulerLevel, denoisers
 from skip_attn_compile.progress import progress as show_progress
 from skip_attn_compile.rules import policy
 from skip_attn_compile.settings import Settings
-from skip_attn_compile.validate import check_ints
+from skip_attn_compile.summary import unmatched_patterns
 
 log = logging.getLogger(__name__)
 
@@ -62,28 +62,33 @@ def calibrate(
     Raises ValueError for what cannot be measured, and for a state file of another calibration.
     """
     models, schedule = models_of(pipe_or_model, "calibrate")
-    tile_q, tile_k = check_ints("tile", tile, 2)
-    select = SkipConfig(threshold=0.0, include=tuple(include), ignore=tuple(ignore), min_kv_len=min_kv_len, tile_order=tile_order)
-    setup = Setup(_check_thresholds(thresholds), tile_order, (tile_q, tile_k), select.include, select.ignore, min_kv_len)
+    todo = items_of(run, items, "calibrate")
+    setup = Setup(thresholds, tile_order, tile, include, ignore, min_kv_len)  # type: ignore[arg-type]
+    select = setup.select
     want = lambda layer, kv_len: kv_len >= min_kv_len and not policy(select, layer).reasons
     path = None if state is None else Path(state)
-    measurement = Measurement.load(path) if path is not None and path.exists() else Measurement(setup)
-    if measurement.setup != setup:
-        raise ValueError(
-            f"{path} holds another calibration, {measurement.setup}, this one is {setup}; give another state file, or remove it"
-        )
-
     gate = Gate(Settings(SkipConfig(threshold=0.0, disabled_until_timestep=1.0), warns=False))  # reads t, decides nothing
+    observer = Observer(models, want, list(setup.thresholds), tile_order, setup.tile, gate)
+    measurement = Measurement(setup)
+    if path is not None:
+        check_writable("state", path)
+        measurement = _resumed(path, setup, observer.modules, len(todo)) if path.exists() else measurement
     for model in models.values():
         gate.attach(model, None, schedule)
-    observer = Observer(models, want, list(setup.thresholds), tile_order, setup.tile, gate)
-    todo = [()] if items is None else [(item,) for item in items]
     try:
         with show_progress("calibration", len(todo), done=measurement.items, show=progress) as advance:
-            for number in range(measurement.items, len(todo)):
+            first = measurement.items
+            for number in range(first, len(todo)):
                 with observer.watching():
                     run(*todo[number])
-                measurement.add(observer.take(), held_out=number % 2 == 1)
+                found = observer.take()
+                measurement.add(found, held_out=number % 2 == 1)
+                if not measurement.counts[0]:
+                    raise ValueError(_nothing_measured(models, min_kv_len, observer.kept))
+                if number == first:
+                    warn_of_unmatched([select], observer.seen)
+                if not found:
+                    log.warning("item %d made no attention call that could be measured", number)
                 for component in measurement.components:
                     measured = (observer.modules[LayerName(component, path)] for path in measurement.layers(component))
                     measurement.targets[component] = sorted({type(module).__name__ for module in measured})
@@ -95,11 +100,9 @@ def calibrate(
             gate.detach(model)
     for reason, calls in observer.kept.items():
         log.warning("%d attention calls were not measured: %s", calls, reason)
-    if not measurement.counts[0]:
-        raise ValueError(
-            f"calibration measured no attention call: {', '.join(models) or 'the model'} made none with at least {min_kv_len} keys in an"
-            " included layer; give longer inputs, or a smaller min_kv_len"
-        )
+    for component in models:
+        if component not in measurement.components:
+            log.warning("%s made no attention call that could be measured in an item that is fitted; it gets no curve", component)
     return measurement
 
 
@@ -115,8 +118,47 @@ def models_of(pipe_or_model: Any, asker: str) -> tuple[dict[str, nn.Module], Any
     return models, schedule
 
 
-def _check_thresholds(thresholds: Sequence[float]) -> tuple[float, ...]:
-    values = tuple(float(t) for t in thresholds)
-    if not 1 <= len(values) <= MOST_THRESHOLDS or not all(0 < t <= 1 for t in values) or list(values) != sorted(set(values)):
-        raise ValueError(f"thresholds must be 1 to {MOST_THRESHOLDS} ascending lambdas in (0, 1], got {list(thresholds)!r}")
-    return values
+def items_of(run: Any, items: Any, asker: str) -> list[tuple[Any, ...]]:
+    """The arguments of each call of `run`; ValueError in the name of `asker`."""
+    if not callable(run):
+        raise ValueError(f"{asker} needs run, a function that drives the model, got {run!r}; write lambda item: pipe(item)")
+    if items is None:
+        return [()]
+    if isinstance(items, str | bytes) or not isinstance(items, Iterable):
+        raise ValueError(f"items must be a sequence, each of which is given to run, got {items!r}; write items=[{items!r}]")
+    todo = [(item,) for item in items]
+    if not todo:
+        raise ValueError("items must hold at least one, got none; leave it out where run takes no argument")
+    return todo
+
+
+def warn_of_unmatched(configs: Iterable[SkipConfig], seen: Iterable[LayerName]) -> None:
+    """Of the patterns that select none of the layers that were seen to call attention."""
+    layers = list(seen)
+    for text in dict.fromkeys(str(pattern) for config in configs for pattern in unmatched_patterns(config, layers)):
+        log.warning("%s", text)
+
+
+def _resumed(path: Path, setup: Setup, modules: Mapping[LayerName, nn.Module], items: int) -> Measurement:
+    """What the state file holds; ValueError where that is not a part of this calibration."""
+    found = Measurement.load(path)
+    elsewhere = "give another state file, or remove it"
+    if found.setup != setup:
+        raise ValueError(f"{path} holds another calibration, {found.setup}, this one is {setup}; {elsewhere}")
+    layers = [LayerName(cell.component, cell.layer) for part in found.counts for cell in part]
+    foreign = next((layer.full for layer in layers if layer not in modules), None)
+    if foreign is not None:
+        raise ValueError(f"{path} holds the calibration of another model, one with a layer {foreign}; {elsewhere}")
+    if found.items > items:
+        raise ValueError(f"{path} holds {found.items} items, more than the {items} that are given; give them all, or {elsewhere}")
+    return found
+
+
+def _nothing_measured(models: Iterable[str], min_kv_len: int, kept: Mapping[str, int]) -> str:
+    if kept:
+        return f"calibration measured no attention call, for this reason: {'; '.join(kept)}"
+    who = ", ".join(filter(None, models)) or "the model"
+    return (
+        f"calibration measured no attention call: {who} made none with at least {min_kv_len} keys in an included layer and in the thread"
+        " that called calibrate; give longer inputs, or a smaller min_kv_len"
+    )

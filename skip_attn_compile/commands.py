@@ -9,11 +9,14 @@ them.
 """
 
 import importlib.util
+import inspect
 import json
 import logging
+import reprlib
 import sys
+import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,9 +24,12 @@ from typing import Annotated, Any
 import typer
 
 from skip_attn_compile.calibrate import calibrate as run_calibration
+from skip_attn_compile.calibrate import models_of
 from skip_attn_compile.config import SkipConfig
+from skip_attn_compile.files import check_writable, write_whole
+from skip_attn_compile.json_values import load
 from skip_attn_compile.measurement import Measurement
-from skip_attn_compile.picture import draw
+from skip_attn_compile.picture import check_picture, draw
 from skip_attn_compile.sensitivity import sensitivity as run_sensitivity
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, help="Calibrate skip-softmax attention.")
@@ -52,8 +58,11 @@ def calibrate(
     """Measure a model, show the curve, and write it where other tools find it."""
     if out is not None and target is None:
         raise typer.BadParameter("--out needs --target: a curve is fitted near the share that it is for")
+    if include and target is not None:
+        raise typer.BadParameter("--target cannot be written with --include, which a config.json has no place for; use --ignore")
     pipe_or_model, run, items = _build(script)
     with _told():
+        _check_places(list(models_of(pipe_or_model, "calibrate")[0]), out, picture)
         measurement = run_calibration(
             pipe_or_model,
             run,
@@ -65,7 +74,14 @@ def calibrate(
             min_kv_len=min_kv_len,
             state=state,
         )
-        _hand_out(measurement, target, gate, out, picture)
+        try:
+            _hand_out(measurement, target, gate, out, picture)
+        except BaseException:
+            if state is None:
+                kept = Path(tempfile.mkdtemp(prefix="skip-attn-")) / "state.json"
+                measurement.save(kept)
+                print(f"what was measured is in {kept}, for skip-attn show", file=sys.stderr)
+            raise
 
 
 @app.command()
@@ -80,7 +96,9 @@ def show(
     if out is not None and target is None:
         raise typer.BadParameter("--out needs --target: a curve is fitted near the share that it is for")
     with _told():
-        _hand_out(Measurement.load(measurement), target, gate, out, picture)
+        found = Measurement.load(measurement)
+        _check_places(found.components, out, picture)
+        _hand_out(found, target, gate, out, picture)
 
 
 @app.command()
@@ -113,15 +131,42 @@ def _build(script: str) -> tuple[Any, Any, Any]:
         raise typer.BadParameter(f"must be the path of a Python file, a colon and a function in it, as in script.py:build, got {script!r}")
     logging.basicConfig(format="%(message)s")
     sys.path.insert(0, str(Path(path).resolve().parent))
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(f"skip_attn_script_{Path(path).stem}", path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses and pickle look for it
     spec.loader.exec_module(module)
-    built = getattr(module, function, lambda: None)()
+    build = getattr(module, function, None)
+    if not callable(build) or not _takes_nothing(build):
+        raise typer.BadParameter(f"{path} must have a function {function} that takes no arguments, got {build!r}")
+    built = build()
     if not isinstance(built, tuple) or len(built) not in (2, 3) or not callable(built[1]):
-        raise typer.BadParameter(f"{function} in {path} must return (pipe_or_model, run) or (pipe_or_model, run, items), got {built!r}")
+        raise typer.BadParameter(
+            f"{function} in {path} must return (pipe_or_model, run) or (pipe_or_model, run, items), got {reprlib.repr(built)}"
+        )
     return (*built, None) if len(built) == 2 else built
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    return True
+
+
+def _check_places(components: list[str], out: Path | None, picture: Path | None) -> None:
+    """Before anything is run: ValueError where the results could not be written."""
+    for component in components if out is not None else ():
+        _existing(_place(out, component))
+        check_writable("out", _place(out, component))
+    if picture is not None:
+        check_picture(picture)
+
+
+def _place(out: Path | None, component: str) -> Path:
+    assert out is not None
+    return out / component / "config.json" if component else out
 
 
 def _hand_out(measurement: Measurement, target: float | None, gate: float, out: Path | None, picture: Path | None) -> None:
@@ -132,23 +177,20 @@ def _hand_out(measurement: Measurement, target: float | None, gate: float, out: 
             if out is None:
                 print(f"\n{component or 'model'}, for {target:.0%}\n{json.dumps(entry)}")
                 continue
-            path = out / component / "config.json" if component else out
-            _write(path, entry)
+            path = _place(out, component)
+            write_whole(path, json.dumps(_existing(path) | entry, indent=2) + "\n")
             print(f"wrote {path}")
     if picture is not None:
         draw(measurement, picture, target, gate)
         print(f"drew {picture}")
 
 
-def _write(path: Path, entry: dict[str, Any]) -> None:
-    """Into what is there: a model's config.json keeps its other keys."""
-    config = json.loads(path.read_text()) if path.exists() else {}
+def _existing(path: Path) -> dict[str, Any]:
+    """What is there: a model's config.json keeps its other keys."""
+    config = load(path) if path.is_file() else {}
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold an object, or not exist, got {type(config).__name__}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(config | entry, indent=2) + "\n")
-    part.replace(path)
+    return config
 
 
 @contextmanager

@@ -12,10 +12,13 @@ from typing import Any
 
 from skip_attn_compile.checkpoint import CheckpointSparsity
 from skip_attn_compile.config import Calibration, Rule, SkipConfig
+from skip_attn_compile.files import write_whole
 from skip_attn_compile.fit import Fit, MeasuredCurve, fit
 from skip_attn_compile.layers import LayerName
+from skip_attn_compile.measure import MOST_THRESHOLDS
 from skip_attn_compile.observe import Cell
 from skip_attn_compile.report import table
+from skip_attn_compile.validate import check_cutoff, check_ints, check_target_sparsity
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +35,26 @@ class Setup:
     include: tuple[str, ...]
     ignore: tuple[str, ...]
     min_kv_len: int
+
+    def __post_init__(self) -> None:
+        try:
+            thresholds = tuple(float(t) for t in self.thresholds)
+        except (TypeError, ValueError):
+            thresholds = ()
+        ascend = list(thresholds) == sorted(set(thresholds))
+        if not 1 <= len(thresholds) <= MOST_THRESHOLDS or not all(0 < t <= 1 for t in thresholds) or not ascend:
+            raise ValueError(f"thresholds must be 1 to {MOST_THRESHOLDS} ascending lambdas in (0, 1], got {self.thresholds!r}")
+        object.__setattr__(self, "thresholds", thresholds)
+        object.__setattr__(self, "tile", check_ints("tile", self.tile, 2))
+        select = self.select
+        for name in ("include", "ignore"):
+            object.__setattr__(self, name, getattr(select, name))
+
+    @property
+    def select(self) -> SkipConfig:
+        """The config whose `policy` says which layers are measured."""
+        fields = {"include": self.include, "ignore": self.ignore, "min_kv_len": self.min_kv_len, "tile_order": self.tile_order}
+        return SkipConfig(threshold=0.0, **fields)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         low, high = self.thresholds[0], self.thresholds[-1]
@@ -113,10 +136,16 @@ class Measurement:
 
         fields: of SkipConfig; include, ignore and min_kv_len are those that were measured, unless given.
         per_layer: a curve for each layer; None: for the layers where that is nearer to the target on held-out items.
-        Raises ValueError for a target that lambda = 1 does not reach, with the share that it does reach.
+        Raises ValueError for a target that the largest lambda measured does not reach, with the share that it does reach.
         """
+        if check_target_sparsity(target_sparsity) is None:
+            raise ValueError("target_sparsity must be in [0, 1], the share of tiles to skip, got None")
+        disabled_until_timestep = check_cutoff("disabled_until_timestep", disabled_until_timestep)
+        for name in ("tile_order", "calibration"):
+            if name in fields:
+                raise ValueError(f"{name} is what was measured, got {fields[name]!r}; calibrate anew for another")
         fields = {"include": self.setup.include, "ignore": self.setup.ignore, "min_kv_len": self.setup.min_kv_len, **fields}
-        given = tuple(fields.pop("rules", ()))
+        given = SkipConfig(threshold=0.0, rules=fields.pop("rules", ())).rules
         configs = {}
         for component in self.components:
             up_to = disabled_until_timestep or None
@@ -124,10 +153,11 @@ class Measurement:
                 up_to = None
             reach = min(curve.share_at(1.0) for curve in self.curves(component, up_to=up_to))
             if target_sparsity > reach:
+                most = "there is" if self.setup.thresholds[-1] == 1 else "that was measured"
                 where = f" in {component}" if component else ""
                 raise ValueError(
-                    f"target_sparsity={target_sparsity:g} is beyond reach{where}: lambda = 1, the most there is, skips {reach:.1%}"
-                    f" of the tiles; ask for at most {math.floor(100 * reach) / 100:g}"
+                    f"target_sparsity={target_sparsity:g} is beyond reach{where}: lambda = {self.setup.thresholds[-1]:g}, the most {most},"
+                    f" skips {reach:.1%} of the tiles; ask for at most {math.floor(100 * reach) / 100:g}"
                 )
             fitted = self.fit(component, target=target_sparsity, up_to=up_to)
             rules = () if per_layer is False else self._rules(component, fitted, target_sparsity, up_to, always=per_layer is True)
@@ -164,7 +194,6 @@ class Measurement:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """As JSON, at once or not at all."""
-        path = Path(path)
         data = {
             "skip_attn_compile_measurement": _FORMAT,
             "setup": asdict(self.setup),
@@ -173,31 +202,27 @@ class Measurement:
             "fitted": [[c.component, c.site, c.kv_len, c.t, counts] for c, counts in self.counts[0].items()],
             "held_out": [[c.component, c.site, c.kv_len, c.t, counts] for c, counts in self.counts[1].items()],
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")  # one name: what a killed process left is written over
-        with part.open("w") as file:
-            json.dump(data, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        write_whole(Path(path), json.dumps(data))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Measurement":
         """What `save` wrote. ValueError, naming the file, for anything else."""
         try:
-            data = json.loads(Path(path).read_text())
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
             if data["skip_attn_compile_measurement"] != _FORMAT:
                 raise ValueError(f"format {data['skip_attn_compile_measurement']!r}")
             given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data["setup"].items()}
             setup = Setup(**given)
-            counts = tuple({Cell(*row[:4]): row[4] for row in data[key]} for key in ("fitted", "held_out"))
-            if any(len(row) != 1 + len(setup.thresholds) for part in counts for row in part.values()):
-                raise ValueError("counts of another length than its thresholds")
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise ValueError(
-                f"{path} must be a measurement written by calibrate(state=...) or Measurement.save, but is not: {error}"
-            ) from error
-        return cls(setup, data["items"], counts, data.get("targets", {}))  # type: ignore[arg-type]
+            fitted, held_out = ({Cell(*row[:4]): row[4] for row in data[key]} for key in ("fitted", "held_out"))
+            items, targets = data["items"], data["targets"]
+            if not (isinstance(items, int) and items > 0 and fitted and all(_holds(part, setup) for part in (fitted, held_out))):
+                raise ValueError("counts that no run gives")
+            if not all(isinstance(text, str) for component, names in targets.items() for text in (component, *names)):
+                raise ValueError(f"targets {targets!r}")
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            text = f"{path} must be a measurement written by calibrate(state=...) or Measurement.save, but is not"
+            raise ValueError(f"{text}: {type(error).__name__}: {error}") from error
+        return cls(setup, items, (fitted, held_out), targets)
 
     def __str__(self) -> str:
         lines = [f"{self.items} items, {self.setup}"]
@@ -208,7 +233,7 @@ class Measurement:
             except ValueError as error:
                 lines.append(str(error))
                 continue
-            lines += [str(fitted), f"lambda = 1 skips {fitted.reach:.1%}"]
+            lines += [str(fitted), f"lambda = {self.setup.thresholds[-1]:g} skips {fitted.reach:.1%}"]
             step = next((step for step in (0.1, 0.05, 0.02) if 3 * step <= fitted.reach), 0.01)
             targets = [n * step for n in range(1, 10) if n * step <= fitted.reach]
             if not targets:
@@ -220,3 +245,20 @@ class Measurement:
             items = "held-out" if self.counts[1] else "the fitted"
             lines += [f"achieved minus target on {items} items, {math.fsum(missed) / len(missed):.1%} in the mean:", *table(rows)]
         return "\n".join(lines)
+
+
+def _holds(part: Mapping[Cell, list[int]], setup: Setup) -> bool:
+    """Could a run with `setup` have counted this? ValueError or TypeError for what has no order."""
+    return all(
+        isinstance(cell.component, str)
+        and isinstance(cell.site, str)
+        and isinstance(cell.kv_len, int)
+        and cell.kv_len > 0
+        and (cell.t is None or 0 <= cell.t <= 1)
+        and len(counts) == 1 + len(setup.thresholds)
+        and all(isinstance(count, int) for count in counts)
+        and counts[1] >= 0
+        and counts[1:] == sorted(counts[1:])
+        and counts[-1] <= counts[0]
+        for cell, counts in part.items()
+    )

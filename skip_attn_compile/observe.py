@@ -5,11 +5,13 @@ device for a while, and are then added to histograms whose size depends on the m
 """
 
 import contextlib
+import functools
 import threading
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from skip_attn_compile.gate import Gate
 from skip_attn_compile.kernels import mask_kind
-from skip_attn_compile.layers import KnownModels, LayerName
+from skip_attn_compile.layers import KnownModels, LayerName, unwrap
 from skip_attn_compile.measure import measure
 
 Want = Callable[[LayerName, int], bool]  # (layer, number of keys) -> is the call measured?
@@ -28,6 +30,28 @@ Want = Callable[[LayerName, int], bool]  # (layer, number of keys) -> is the cal
 
 _GENERAL_MASK = "its mask is not a key mask [batch|1, 1, 1, keys], nor one and-ed with a query mask [batch|1, 1, queries, 1]"
 _MOST_CALLS = 4096  # that wait on a device: a pipeline of 40 layers and 50 steps waits once, a loop over many prompts stays small
+
+
+class _Eagerly:
+    """While any thread is inside, what was compiled runs eagerly, in all threads: Dynamo would trace the watcher with the model."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._stance = threading.Lock(), 0, contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._stance.close()
+
+
+_eagerly = _Eagerly()
 
 
 @dataclass(frozen=True)
@@ -65,10 +89,11 @@ class Watcher(TorchFunctionMode):
             for path, module in known.attach(model, component).modules():
                 name = self._names.setdefault(module, LayerName(component, path))
                 self.modules[name] = module
-        self._roots = set(models.values())
+        self._roots = {unwrap(model) for model in models.values()}
         self._want, self._gate = want, gate
         self._running: list[LayerName] = []
         self._repeats: Counter[LayerName] = Counter()
+        self.seen: dict[LayerName, None] = {}  # layers that called attention, wanted or not
         self.kept: Counter[str] = Counter()  # reasons for calls of wanted layers that only PyTorch can run
 
     @abstractmethod
@@ -103,7 +128,7 @@ class Watcher(TorchFunctionMode):
 
         hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
         try:
-            with self:
+            with _eagerly, self:
                 yield
         finally:
             self._running.clear()
@@ -112,9 +137,17 @@ class Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention or not self._running:
-            return func(*args, **kwargs)
-        return self._attend(func, *args, **kwargs)
+        if self._running and func is F.scaled_dot_product_attention:
+            return self._attend(func, *args, **kwargs)
+        if self._running and func is F.multi_head_attention_forward:
+            return self._with_calls_seen(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _with_calls_seen(self, function: Any) -> Callable[..., Any]:
+        """`function` of torch.nn.functional, which a mode sees as a whole, so that the SDPA call inside it comes here."""
+        sdpa = functools.partial(self._attend, F.scaled_dot_product_attention)
+        names = {**function.__globals__, "scaled_dot_product_attention": sdpa, "has_torch_function": lambda _: False}
+        return FunctionType(function.__code__, names, argdefs=function.__defaults__)
 
     def _attend(
         self,
@@ -131,6 +164,7 @@ class Watcher(TorchFunctionMode):
         layer = self._running[-1]
         repeat = self._repeats[layer]
         self._repeats[layer] += 1
+        self.seen[layer] = None
         kv_len = key.shape[-2]
         wanted = self._want(layer, kv_len)
         masks = split_mask(attn_mask) if wanted else None

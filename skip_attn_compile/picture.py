@@ -10,16 +10,26 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
+from skip_attn_compile.files import check_writable
 from skip_attn_compile.fit import Fit
 from skip_attn_compile.measurement import Measurement
 
 
 def draw(measurement: Measurement, path: str | os.PathLike[str], target_sparsity: float | None = None, gate: float = 0.0) -> None:
     """Write the picture at `target_sparsity` under the gate `gate`; without a target, at half of what can be reached."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    check_picture(path)
     figure(measurement, target_sparsity, gate).savefig(path, dpi=120)
+
+
+def check_picture(path: str | os.PathLike[str]) -> None:
+    """ValueError where no picture can be drawn into `path`."""
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in kinds:
+        raise ValueError(f"picture must end in one of .{', .'.join(kinds)}, got {str(path)!r}; write {Path(path).stem}.png")
+    check_writable("picture", Path(path))
 
 
 def figure(measurement: Measurement, target_sparsity: float | None = None, gate: float = 0.0) -> Figure:

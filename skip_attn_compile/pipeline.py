@@ -147,9 +147,10 @@ def denoisers(pipe: Any, asker: str) -> dict[str, nn.Module]:
 def configs_of(models: Mapping[str, nn.Module], config: Configs, pipe: Any, asker: str) -> dict[str, SkipConfig]:
     """`config` by component; ValueError in the name of `asker` for what is no config, or not for these models."""
     given = dict(config) if isinstance(config, Mapping) else dict.fromkeys(models, config)
+    known = f"it has {', '.join(models)}" if list(models) != [""] else "a model takes one SkipConfig"
     for name, own in given.items():
         if name not in models:
-            raise ValueError(f"config names {name!r}, which is no denoiser of {type(pipe).__name__}; it has {', '.join(models)}")
+            raise ValueError(f"config names {name!r}, which is no denoiser of {type(pipe).__name__}; {known}")
         if not isinstance(own, SkipConfig):
             raise ValueError(f"{asker} needs a SkipConfig, or a dict of them by component, got {own!r}; write SkipConfig(threshold=0.1)")
     if not given:

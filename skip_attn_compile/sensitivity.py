@@ -10,13 +10,14 @@ Errors and PSNR are of real runs. What is estimated is the speed-up, from the ti
 
 import logging
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from skip_attn_compile.calibrate import models_of
+from skip_attn_compile.calibrate import items_of, models_of, warn_of_unmatched
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.frontier import LayerError, Point, Sensitivity, StepError, root_mean
 from skip_attn_compile.gate import Gate
@@ -72,10 +73,13 @@ def sensitivity(
         raise ValueError(f"psnr must be a number of dB, and peak a number > 0 or None, got {psnr!r} and {peak!r}")
     if not is_finite(attention_share) or not 0 < attention_share <= 1:
         raise ValueError(f"attention_share must be in (0, 1], the share of a dense run's time, got {attention_share!r}")
+    if isinstance(gates, numbers.Real):
+        raise ValueError(f"gates must be a sequence of noise levels, got {gates!r}; write gates=({gates!r},)")
     gates = None if gates is None else [check_cutoff("gates", cutoff) for cutoff in gates]
+    todo = items_of(run, items, "sensitivity")
     gate = Gate(Settings(SkipConfig(threshold=0.0, disabled_until_timestep=1.0), warns=False))  # reads t, decides nothing
     trial = Trial(models, configs, gate)
-    runs = _Runs(trial, run, [()] if items is None else [(item,) for item in items], peak)
+    runs = _Runs(trial, run, todo, peak)
     for model in models.values():
         gate.attach(model, None, schedule)
     try:
@@ -97,7 +101,10 @@ def _explore(
     show: bool,
 ) -> Sensitivity:
     runs.run_dense()
-    layers, levels = runs.layers, runs.levels
+    layers, levels, trial = runs.layers, runs.levels, runs.trial
+    warn_of_unmatched(configs.values(), trial.seen)
+    if not layers and trial.kept:
+        raise ValueError(f"sensitivity found no attention call that may skip, for this reason: {'; '.join(trial.kept)}")
     if not layers:
         raise ValueError(
             "sensitivity found no attention call that may skip: the config excludes all layers, or they have fewer than min_kv_len keys"
@@ -174,23 +181,27 @@ class _Runs:
     """Runs of all items, compared with the dense one."""
 
     def __init__(self, trial: Trial, run: Callable[..., object], items: list[tuple[Any, ...]], peak: float | None) -> None:
-        self._trial, self._run, self._items, self._peak = trial, run, items, peak
+        self.trial, self._run, self._items, self._peak = trial, run, items, peak
         self._dense: list[tuple[Tensor | None, list[Tensor]]] = []  # first input and output of each item, on the CPU
         self._tallies: dict[tuple[LayerName, float | None], Tally] = {}
 
     def run_dense(self) -> None:
         for item in self._items:
-            with self._trial.running(compare_blocks=True):
+            with self.trial.running(compare_blocks=True):
                 output = self._run(*item)
             first, output = self._ends(output)
             if not output:
                 raise ValueError("run must return the tensors to compare, or call the model, and did neither; return the latents")
+            if not all(bool(tensor.isfinite().all()) for tensor in output):
+                raise ValueError(
+                    "run must give finite numbers where all is dense, and gave NaN or infinity: nothing can be compared with them"
+                )
             self._dense.append((first, output))
-        self._tallies = dict(self._trial.tallies)
+        self._tallies = {where: tally for where, tally in self.trial.tallies.items() if tally.visited}
 
     def run(self, sparse: Sequence[LayerName], cutoff: float) -> tuple[float, float, int]:
         """(relative error over all items, PSNR of the worst, tiles skipped) with these layers sparse."""
-        trial = self._trial
+        trial = self.trial
         trial.tallies.clear()
         trial.sparse, trial.cutoff = frozenset(sparse), cutoff
         squares, worst = [], math.inf
@@ -204,6 +215,10 @@ class _Runs:
                     raise ValueError(
                         f"run must give the model the same input for the same item, and item {number} began with another; seed its noise"
                     )
+                if [tensor.shape for tensor in output] != [tensor.shape for tensor in dense]:
+                    raise ValueError(
+                        f"run must give as much for the same item each time, and item {number} gave {_shapes(output)}, not {_shapes(dense)}"
+                    )
                 difference = Difference.of(dense, output)
                 squares.append(difference.relative**2)
                 worst = min(worst, difference.psnr(self._peak or _range(dense)))
@@ -213,8 +228,8 @@ class _Runs:
         return math.inf if error is None else error, worst, sum(tally.skipped for tally in trial.tallies.values())
 
     def _ends(self, output: object) -> tuple[Tensor | None, list[Tensor]]:
-        outputs = tensors(output) or tensors(self._trial.last_output)
-        return self._trial.first_input, [tensor.to("cpu", copy=True) for tensor in outputs]
+        outputs = tensors(output) or tensors(self.trial.last_output)
+        return self.trial.first_input, [tensor.to("cpu", copy=True) for tensor in outputs]
 
     @property
     def layers(self) -> list[LayerName]:
@@ -247,6 +262,10 @@ class _Runs:
             t.skipped for (name, level), t in self._tallies.items() if name in sparse and (level is None or not is_dense(level, cutoff))
         ]
         return sum(left) / self.visited
+
+
+def _shapes(output: Sequence[Tensor]) -> str:
+    return ", ".join(str(tuple(tensor.shape)) for tensor in output) or "nothing"
 
 
 def _range(output: Sequence[Tensor]) -> float:

@@ -3,6 +3,7 @@
 As `observe.py` does it, through a torch function mode: any set of layers and any gate can be tried without compiling anything.
 """
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -132,15 +133,17 @@ def stronger(cutoff: float, other: float) -> float:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The floating-point tensors, arrays and images in what a model or a pipeline takes or returns."""
+    """The floating-point tensors, arrays and images (bytes in a tensor are one) in what a model or a pipeline takes or returns."""
     if isinstance(value, Tensor):
-        return [value.detach()] if value.is_floating_point() else []
+        return [value.detach()] if value.is_floating_point() or value.dtype == torch.uint8 else []
     if hasattr(value, "__array_interface__"):  # NumPy's arrays, Pillow's images
         import numpy
 
         return [torch.from_numpy(numpy.asarray(value, dtype="float32"))]
     if isinstance(value, Mapping):
         return tensors(list(value.values()))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
     return [tensor for part in value for tensor in tensors(part)] if isinstance(value, list | tuple) else []
 
 
@@ -161,6 +164,8 @@ class Difference:
     @property
     def relative(self) -> float:
         """Root mean square of the difference, relative to that of the first output."""
+        if self.squares and not self.first:
+            return math.inf
         return math.sqrt(self.squares / self.first) if self.squares else 0.0
 
     def psnr(self, peak: float) -> float:

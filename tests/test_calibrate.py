@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from models import TOKENS, chroma, dit, hunyuan_video_15, ltx, skip_config, tokens
 from pipelines import run as run_pipeline
 from pipelines import wan22
-from skip_attn_compile import Calibration, Measurement, SkipConfig, backend, calibrate, compile_pipeline, observe
+from skip_attn_compile import Calibration, Measurement, Rule, SkipConfig, backend, calibrate, compile_pipeline, observe
 from skip_attn_compile.fit import MeasuredCurve, fit
 from tiny_wan.digits import token_table
 from tiny_wan.sampling import load_model, sample
@@ -131,6 +132,60 @@ def test_masks_that_models_write_out_are_measured_as_they_are_served(make: Calla
     assert all(skipped > 0 for _, skipped in served.values())
 
 
+class Mha(nn.Module):
+    """PyTorch's own attention module, as `nn.TransformerEncoderLayer` has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(32, 2, batch_first=True).eval().requires_grad_(False)
+        self.attn.in_proj_bias[:32] = 3.0
+        self.attn.in_proj_weight[32:64] *= 8
+        self.attn.in_proj_weight[:32] *= 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attn(x, x, x, need_weights=False)[0]
+
+
+def test_calls_inside_multi_head_attention_are_measured_as_they_are_served() -> None:
+    model = Mha()
+    out: list[Tensor] = []
+    measurement = calibrate(model, lambda: out.append(model(tokens())), thresholds=(0.5,), **ALL)
+    be = backend(skip_config(0.5), inner="eager")
+    torch.compile(model, backend=be)(tokens())
+    served = {site.name: [site.visited, site.skipped] for site in be.report().sites}
+    assert {cell.site: counts for cell, counts in measurement.counts[0].items()} == served
+    assert served["attn"][1] > 0
+    torch.testing.assert_close(out[0], model(tokens()))
+
+
+def test_a_layer_keeps_its_name_from_call_to_call_inside_a_wrapper() -> None:
+    model = nn.DataParallel(dit(2))
+    measurement = calibrate(model, lambda seed: model(tokens(seed=seed)), range(3), **ALL)
+    assert {cell.site for part in measurement.counts for cell in part} == {"blocks.0.attn1", "blocks.1.attn1"}
+
+
+def test_what_was_compiled_runs_eagerly_and_only_meanwhile() -> None:
+    graphs: list[object] = []
+
+    def compiler(gm: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        graphs.append(gm)
+        return gm.forward
+
+    model, other = dit(2), dit(1)
+    compiled = torch.compile(model, backend=compiler)
+
+    def run(seed: int) -> None:  # in a thread of its own, so that one watcher ends inside the other
+        inner = threading.Thread(target=lambda: calibrate(other, lambda: other(tokens()), **ALL))
+        inner.start()
+        inner.join()
+        compiled(tokens(seed=seed))
+
+    assert calibrate(model, run, range(2), **ALL) == calibrate(model, lambda seed: model(tokens(seed=seed)), range(2), **ALL)
+    assert not graphs
+    compiled(tokens())
+    assert graphs
+
+
 def test_a_general_mask_is_left_alone_and_told(caplog: pytest.LogCaptureFixture) -> None:
     model = dit(1, cross=True)
     mask = torch.ones(1, 1, 512, 512, dtype=torch.bool).tril()
@@ -190,7 +245,123 @@ def test_an_interrupted_run_resumes_without_loss(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"skip_attn_compile_measurement": 9}', "null"])
+def test_a_state_file_of_another_run_is_refused(tmp_path: Path) -> None:
+    model, state = dit(2), tmp_path / "state.json"
+    calibrate(model, lambda seed: model(tokens(seed=seed)), range(4), state=state, **ALL)
+    written = state.read_text()
+    with pytest.raises(ValueError, match="state.json holds 4 items, more than the 2 that are given"):
+        calibrate(model, lambda seed: model(tokens(seed=seed)), range(2), state=state, **ALL)
+    smaller = dit(1)
+    for items in (4, 6):
+        with pytest.raises(ValueError, match="another model, one with a layer blocks.1.attn1; give another state file"):
+            calibrate(smaller, lambda seed: smaller(tokens(seed=seed)), range(items), state=state, **ALL)
+    assert state.read_text() == written
+    assert not smaller._forward_pre_hooks
+
+
+@pytest.mark.parametrize("place", ["", "state.json/x.json"])
+def test_a_state_that_cannot_be_written_is_refused_before_anything_runs(place: str, tmp_path: Path) -> None:
+    (tmp_path / "state.json").touch()
+    with pytest.raises(ValueError, match="state must be a file that can be written, got .*give another path"):
+        calibrate(dit(1), pytest.fail, ["it ran"], state=tmp_path / place, **ALL)
+
+
+def test_a_run_that_measures_nothing_ends_at_once_and_leaves_no_state(tmp_path: Path) -> None:
+    model, state = dit(1).requires_grad_(True), tmp_path / "state.json"
+    ran: list[int] = []
+
+    def run(seed: int) -> None:
+        ran.append(seed)
+        model(tokens(seed=seed))
+
+    with pytest.raises(ValueError, match="no attention call, for this reason: a gradient is needed: run under torch.no_grad"):
+        calibrate(model, run, range(3), state=state, **ALL)
+    assert ran == [0]
+    assert calibrate(model, torch.no_grad()(run), range(3), state=state, **ALL).items == 3
+    assert ran == [0, 0, 1, 2]
+
+
+def test_what_was_not_measured_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = wan22()
+    lengths = {0: 512, 1: 128}
+    model = dit(1)
+    calibrate(model, lambda n: model(tokens(length=lengths[n])), lengths, min_kv_len=256, progress=False, ignore=("blcks.*", "x"))
+    calibrate(pipe, lambda: run_pipeline(pipe, steps=2), **ALL, ignore=("transformer_2.*",))
+    assert [record.getMessage() for record in caplog.records] == [
+        "ignore pattern 'blcks.*' matched no attention layer; nearest: blocks.0.attn1",
+        "ignore pattern 'x' matched no attention layer",
+        "item 1 made no attention call that could be measured",
+        "transformer_2 made no attention call that could be measured in an item that is fitted; it gets no curve",
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.update(items="x"),
+        lambda data: data.update(items=-1),
+        lambda data: data.update(fitted=[]),
+        lambda data: data.update(targets=None),
+        lambda data: data.update(targets={"": [1]}),
+        lambda data: data.update(setup=[1]),
+        lambda data: data["setup"].update(thresholds=[0.5, 0.5]),
+        lambda data: data["setup"].update(tile=[64]),
+        lambda data: data["setup"].update(include="*"),
+        lambda data: data["fitted"][0].__setitem__(0, 3),
+        lambda data: data["fitted"][0].__setitem__(2, "x"),
+        lambda data: data["fitted"][0].__setitem__(2, -4),
+        lambda data: data["fitted"][0].__setitem__(3, "x"),
+        lambda data: data["fitted"][0].__setitem__(4, [64, 2, 1]),
+        lambda data: data["fitted"][0].__setitem__(4, [64, -2, 1]),
+        lambda data: data["fitted"][0].__setitem__(4, [64, 2, 100]),
+        lambda data: data["fitted"][0].__setitem__(4, [64, "2", 3]),
+    ],
+)
+def test_a_state_file_with_what_no_run_gives_is_named(change: Callable[[dict], object], tmp_path: Path) -> None:
+    path, model = tmp_path / "state.json", dit(1)
+    calibrate(model, lambda seed: model(tokens(seed=seed)), range(2), thresholds=(0.1, 0.5), state=path, **ALL)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="state.json must be a measurement written by calibrate"):
+        Measurement.load(path)
+
+
+def test_a_state_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none.json"):
+        with pytest.raises(ValueError, match="must be a measurement written by calibrate"):
+            Measurement.load(path)
+
+
+def test_wrong_wishes_for_a_config_are_named() -> None:
+    model = dit(2)
+    measurement = calibrate(model, lambda seed: model(tokens(seed=seed)), range(2), **ALL)
+    for target in (math.nan, math.inf, -0.1, 2, "x", None, True):
+        with pytest.raises(ValueError, match=r"target_sparsity must be in \[0, 1\], the share of tiles to skip, got"):
+            measurement.config(target)
+    for fields, text in [
+        ({"disabled_until_timestep": math.nan}, "disabled_until_timestep must be a noise level"),
+        ({"disabled_until_timestep": "x"}, "disabled_until_timestep must be a noise level"),
+        ({"tile_order": "own_first"}, "tile_order is what was measured, got 'own_first'; calibrate anew"),
+        ({"calibration": None}, "calibration is what was measured"),
+        ({"rules": Rule("x", dense=True)}, "rules must be a sequence of Rule"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            measurement.config(0.1, **fields)
+
+
+def test_reach_is_said_of_the_largest_lambda_that_was_measured() -> None:
+    model = dit(2)
+    measurement = calibrate(model, lambda: model(tokens()), thresholds=(0.02, 0.03, 0.05, 0.08, 0.1, 0.2), **ALL)
+    with pytest.raises(ValueError, match=r"beyond reach: lambda = 0.2, the most that was measured, skips 2\d.\d%"):
+        measurement.config(0.9)
+    assert "\nlambda = 0.2 skips 2" in str(measurement)
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"skip_attn_compile_measurement": 9}', "null", DEEP], ids=str.__len__)
 def test_a_broken_state_file_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     path.write_text(text)
@@ -219,9 +390,19 @@ def test_wrong_arguments_are_named() -> None:
         ({"thresholds": [n / 40 for n in range(1, 41)]}, "1 to 32 ascending lambdas"),
         ({"tile_order": "own"}, "tile_order must be one of"),
         ({"tile": (64,)}, "tile"),
+        ({"thresholds": 0.5}, "ascending lambdas"),
+        ({"thresholds": ["x"]}, "ascending lambdas"),
+        ({"include": "blocks.*"}, r"include must be a sequence of patterns, got the string 'blocks.\*'"),
+        ({"ignore": None}, "ignore must be a sequence of patterns, got None"),
+        ({"items": "a cat"}, r"items must be a sequence, .* got 'a cat'; write items=\['a cat'\]"),
+        ({"items": 3}, "items must be a sequence"),
+        ({"items": []}, "items must hold at least one, got none"),
+        ({"run": 3}, "calibrate needs run, a function that drives the model, got 3"),
     ]:
         with pytest.raises(ValueError, match=text):
-            calibrate(model, run, progress=False, **keywords)
+            calibrate(model, **{"run": run, "progress": False, **keywords})
+    given = calibrate(model, run, include=iter(("blocks.*",)), ignore=iter(("x", "y")), **ALL).setup
+    assert (given.include, given.ignore) == (("blocks.*",), ("x", "y"))
     with pytest.raises(ValueError, match="calibrate needs a diffusers pipeline, got str"):
         calibrate("model", run)
     model.compile(backend="eager")

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -19,6 +20,10 @@ from skip_attn_compile.commands import app
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = """
+from __future__ import annotations
+
+import dataclasses
+
 from models import dit, tokens
 from pipelines import run, wan22
 from skip_attn_compile import timestep
@@ -38,8 +43,26 @@ def experts():
     pipe = wan22()
     return pipe, lambda: run(pipe, steps=4)
 
+ALL = 3
+
 def wrong():
     return 3
+
+@dataclasses.dataclass
+class Options:
+    blocks: int = 3
+
+def asks(options):
+    return build()
+
+def counts():
+    model = dit(3)
+
+    def run(seed):
+        print("ran")
+        return model(tokens(seed=seed))
+
+    return model, run, range(2)
 
 def fails():
     def run():
@@ -111,13 +134,53 @@ def test_what_is_refused_is_told_in_a_line(script: str, tmp_path: Path) -> None:
         (("sensitivity", f"{script}:build"), "give --config, --threshold or both"),
         (("calibrate", "nowhere.py:build"), "must be the path of a Python file, a colon and a function"),
         (("calibrate", f"{script}:wrong"), "must return (pipe_or_model, run) or (pipe_or_model, run, items), got 3"),
-        (("calibrate", f"{script}:absent"), "got None"),
+        (("calibrate", f"{script}:absent"), "must have a function absent that takes no arguments, got None"),
+        (("calibrate", f"{script}:ALL"), "must have a function ALL that takes no arguments, got 3"),
+        (("calibrate", f"{script}:asks"), "must have a function asks that takes no arguments, got <function asks"),
+        (("show", tmp_path / "none.json"), "none.json must be a measurement written by calibrate"),
+        (("show", tmp_path), "must be a measurement written by calibrate"),
     ]:
         code, output = call(*arguments)
         assert code in (1, 2)
         assert text in " ".join(output.replace("│", " ").split())
     failed = CliRunner().invoke(app, ["calibrate", f"{script}:fails"])
     assert repr(failed.exception) == "ValueError('mine')", "the user's own mistake keeps its traceback"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--target", "0.1", "--out", "."), "out must be a file that can be written"),
+        (("--target", "0.1", "--out", "list.json/config.json"), "out must be a file that can be written"),
+        (("--target", "0.1", "--out", "list.json"), "list.json must hold an object, or not exist, got list"),
+        (("--target", "0.1", "--out", "bad.json"), "bad.json: cannot be read as JSON"),
+        (("--target", "0.1", "--include", "*.attn1"), "use --ignore"),
+        (("--picture", "curves.xyz"), "picture must end in one of .eps"),
+        (("--picture", "curves"), "write curves.png"),
+        (("--picture", "list.json/curves.png"), "picture must be a file that can be written"),
+    ],
+)
+def test_places_that_cannot_be_written_are_refused_before_anything_runs(
+    options: tuple[str, ...], text: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("list.json").write_text("[1]")
+    Path("bad.json").write_text("{bad")
+    code, output = call("calibrate", f"{script}:counts", *options, *ALL)
+    assert code in (1, 2)
+    assert text in " ".join(output.replace("│", " ").split())
+    assert "ran" not in output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.json", "list.json", "script.py"]
+
+
+def test_what_was_measured_is_kept_when_a_target_is_refused(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code, output = call("calibrate", f"{script}:build", "--target", 0.99, *ALL)
+    assert code == 1
+    (kept,) = re.findall(r"what was measured is in (\S+), for skip-attn show", output)
+    code, output = call("show", kept, "--target", 0.2, "--out", tmp_path / "config.json")
+    assert code == 0, output
+    assert SkipConfig.from_checkpoint(tmp_path / "config.json", min_kv_len=0) == measured(3).config(0.2)
 
 
 def test_the_picture_shows_points_curve_range_and_layers() -> None:

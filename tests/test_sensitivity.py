@@ -1,5 +1,6 @@
 """Sensitivity: errors are those of serving, the worst layers and steps are found, and the proposal keeps its budget in a run of its own."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -189,6 +190,53 @@ def test_what_is_not_finite_keeps_no_budget() -> None:
     assert found.points[1].error == math.inf
 
 
+@dataclasses.dataclass
+class Output:
+    sample: Tensor
+    name: str
+
+
+def test_what_a_record_holds_is_compared() -> None:
+    model = dit(2)
+    part = lambda: model(tokens())[..., :4]
+    assert sensitivity(model, lambda: Output(part(), "a"), **ALL) == sensitivity(model, part, **ALL)
+
+
+def test_bytes_of_a_picture_are_compared() -> None:
+    model = dit(2)
+    pixels = lambda y: (y * 40 + 128).clamp(0, 255).to(torch.uint8)
+    found = sensitivity(model, lambda: pixels(model(tokens())), **ALL)
+    compiled = torch.compile(model, backend=backend(CONFIG, inner="eager"))
+    dense, skipped = pixels(model(tokens())).float(), pixels(compiled(tokens())).float()
+    mean_square = float((dense - skipped).square().mean())
+    assert found.points[1].psnr == pytest.approx(10 * math.log10(float(dense.max() - dense.min()) ** 2 / mean_square), abs=0.1)
+
+
+def test_an_output_that_was_zero_has_an_error_too() -> None:
+    assert Difference.of(torch.zeros(4), torch.ones(4)).relative == math.inf
+
+
+def test_a_compiled_model_is_measured_eagerly() -> None:
+    model = dit(2)
+    compiled = torch.compile(model, backend=backend(skip_config(0.9), inner="eager"))
+    assert sensitivity(model, lambda: compiled(tokens()), **ALL) == sensitivity(model, lambda: model(tokens()), **ALL)
+
+
+def test_calls_that_cannot_skip_count_as_no_layer(caplog: pytest.LogCaptureFixture) -> None:
+    model = dit(1, cross=True)
+    mask = torch.ones(1, 1, 512, 512, dtype=torch.bool).tril()
+    config = skip_config(0.5, ignore=("attn3",))
+    found = sensitivity(model, lambda: model(tokens(), tokens(seed=9), mask), config=config, progress=False)
+    assert [row.layer.full for row in found.layers] == ["blocks.0.attn1"]
+    assert "ignore pattern 'attn3' matched no attention layer; nearest: " in caplog.text
+    cross = skip_config(0.5, include=("*.attn2",))
+    with pytest.raises(ValueError, match="no attention call that may skip, for this reason: its mask is not a key mask"):
+        sensitivity(model, lambda: model(tokens(), tokens(seed=9), mask), config=cross, progress=False)
+    model.requires_grad_(True)
+    with pytest.raises(ValueError, match="for this reason: a gradient is needed: run under torch.no_grad"):
+        sensitivity(model, lambda: model(tokens(), tokens(seed=9)), **ALL)
+
+
 def test_what_a_run_gives_is_compared_whatever_it_is() -> None:
     model = dit(2)
 
@@ -226,6 +274,15 @@ def test_what_cannot_be_measured_is_said() -> None:
         ((model, lambda: None), "run must return the tensors to compare, or call the model, and did neither"),
         ((model, run, None, 1024), "no attention call that may skip: .* or they have fewer than min_kv_len keys"),
         (("model", run), "sensitivity needs a diffusers pipeline, got str"),
+        ((model, 3), "sensitivity needs run, a function that drives the model, got 3"),
+        ((model, run, "a cat"), r"items must be a sequence, .* got 'a cat'"),
+        ((model, run, []), "items must hold at least one, got none"),
+        ((model, lambda: model(tokens()) * math.nan), "run must give finite numbers where all is dense"),
+        (
+            (model, lambda: model(tokens())[:, next(seeds) :]),
+            r"the same item each time, and item 0 gave \(1, \d+, 32\), not \(1, \d+, 32\)",
+        ),
+        ((model, lambda: [model(tokens())] * next(seeds)), "must give as much for the same item each time"),
     ]:
         config = skip_config(0.5, min_kv_len=arguments[3] if len(arguments) > 3 else 0)
         with pytest.raises(ValueError, match=text):
@@ -237,6 +294,8 @@ def test_what_cannot_be_measured_is_said() -> None:
         ({"config": 0.1}, "sensitivity needs a SkipConfig"),
         ({"gates": (0.5,)}, "gates need the noise level of every call"),
         ({"gates": (2.0,)}, "gates"),
+        ({"gates": 0.5}, "gates must be a sequence of noise levels, got 0.5"),
+        ({"config": {"transformer": CONFIG}}, "'transformer', which is no denoiser of Dit; a model takes one SkipConfig"),
     ]:
         with pytest.raises(ValueError, match=text):
             sensitivity(model, run, **{**ALL, **keywords})
