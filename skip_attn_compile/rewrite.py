@@ -63,7 +63,7 @@ def rewrite(
     lambdas = {control.device: _Lambdas(graph, control_input, config.min_kv_len)}
     if control.device != device and not all(on_host):
         with graph.inserting_after(control_input):
-            lambdas[device] = _Lambdas(graph, graph.call_method("to", (control_input, device)), config.min_kv_len)
+            lambdas[device] = _Lambdas(graph, _moved(graph, control_input, device), config.min_kv_len)
     places = [control.device if host else device for host in on_host]
     counts: list[Node] = []
     current: list[AttentionSite] = []
@@ -79,7 +79,7 @@ def rewrite(
     with graph.inserting_before(output):
         tiles = graph.call_function(torch.stack, (counts,))
         of_sites = [lambdas[places[index]].clamped(site, index) for index, site in enumerate(current)]
-        of_sites = [x if place == device else graph.call_method("to", (x, device)) for x, place in zip(of_sites, places, strict=True)]
+        of_sites = [x if place == device else _moved(graph, x, device) for x, place in zip(of_sites, places, strict=True)]
         clamped = graph.call_function(torch.stack, (of_sites,))
         columns = [tiles, graph.call_function(torch.unsqueeze, (clamped, 1))]
         with_clamped = graph.call_function(torch.cat, (columns, 1))
@@ -194,19 +194,24 @@ def _replace(
         if site.mask is not None and site.mask.dtype != torch.bool:
             mask = _cast(graph, mask, site.dtype)
         if site.query.device != counts_device and not on_host:
-            threshold = graph.call_method("to", (threshold, site.query.device))
+            threshold = _moved(graph, threshold, site.query.device)
         options = (mask, arguments["query_mask"], arguments["is_causal"], arguments["scale"], config.tile_order, config.implementation)
         result = graph.call_function(attention_lambda_on_host if on_host else attention, (query, key, value, threshold, *options))
         out = graph.call_function(operator.getitem, (result, 0))
         counts = graph.call_function(torch.sum, (graph.call_function(operator.getitem, (result, 2)), (0, 1)))
         if site.query.device != counts_device:
-            counts = graph.call_method("to", (counts, counts_device))
+            counts = _moved(graph, counts, counts_device)
     for new in (result, out):
         new.meta.update({name: node.meta[name] for name in ("nn_module_stack", "stack_trace", "source_fn_stack") if name in node.meta})
     out.meta["example_value"] = node.meta.get("example_value")
     node.replace_all_uses_with(out)
     _erase_unused(graph, node)
     return out, counts
+
+
+def _moved(graph: Graph, node: Node, device: torch.device) -> Node:
+    """On another device. A few bytes from the host are staged at once, so nothing waits for them; those for the host are read there next."""
+    return graph.call_method("to", (node, device), {"non_blocking": device.type != "cpu"})
 
 
 def _erase_unused(graph: Graph, node: Node) -> None:
