@@ -210,7 +210,7 @@ def _replace(
 
 
 def _moved(graph: Graph, node: Node, device: torch.device) -> Node:
-    """On another device. A few bytes from the host are staged at once, so nothing waits for them; those for the host are read there next."""
+    """On another device. A few bytes from the host are staged at once, so nothing waits; those for the host are read there next."""
     return graph.call_method("to", (node, device), {"non_blocking": device.type != "cpu"})
 
 
