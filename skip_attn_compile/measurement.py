@@ -103,6 +103,10 @@ class Measurement:
             MeasuredCurve(n, self.setup.thresholds, tuple(c / sum_[0] for c in sum_[1:])) for n, sum_ in sorted(sums.items()) if sum_[0]
         ]
 
+    def level_left(self, component: str, gate: float) -> float | None:
+        """`up_to` for the curves of a component under a gate; None for all, also where the gate leaves none: then any curve serves."""
+        return gate if gate and self.curves(component, up_to=gate) else None
+
     def shares(self, component: str, calibration: Calibration, target_sparsity: float) -> dict[tuple[str, float | None], float]:
         """(layer, noise level) -> the share that `calibration` skips there when it is asked for `target_sparsity`; on all items."""
         sums: dict[tuple[str, float | None], list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -148,9 +152,7 @@ class Measurement:
         given = SkipConfig(threshold=0.0, rules=fields.pop("rules", ())).rules
         configs = {}
         for component in self.components:
-            up_to = disabled_until_timestep or None
-            if not self.curves(component, up_to=up_to):  # the gate leaves nothing of this component: any curve serves
-                up_to = None
+            up_to = self.level_left(component, disabled_until_timestep)
             reach = min(curve.share_at(1.0) for curve in self.curves(component, up_to=up_to))
             if target_sparsity > reach:
                 most = "there is" if self.setup.thresholds[-1] == 1 else "that was measured"

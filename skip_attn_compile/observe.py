@@ -56,7 +56,7 @@ _eagerly = _Eagerly()
 
 @dataclass(frozen=True)
 class Cell:
-    """What a histogram is kept for: one call of one layer, at one number of keys and noise level (rounded to 1/100, None unknown)."""
+    """What a histogram is kept for: one call of one layer, at one number of keys and noise level (to 1/1000, None unknown)."""
 
     component: str
     site: str
@@ -234,7 +234,7 @@ class Observer(Watcher):
         """The calls into their histograms: the one place that waits for the device."""
         calls, self._calls = self._calls, []
         for call in calls:
-            t = None if call.t is None else round(float(call.t), 2)
+            t = None if call.t is None else round(float(call.t), 3)
             cell = Cell(call.component, call.site, round(float(call.kv_len)), t)
             counts, before = call.counts.tolist(), self._found.get(cell)
             self._found[cell] = counts if before is None else [a + b for a, b in zip(before, counts, strict=True)]

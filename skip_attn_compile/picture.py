@@ -38,7 +38,7 @@ def figure(measurement: Measurement, target_sparsity: float | None = None, gate:
     tall = max((len(measurement.layers(component)) for component in components), default=1)
     page = Figure(figsize=(13, len(components) * max(4.0, 1.5 + 0.2 * tall)), layout="constrained")
     for row, component in enumerate(components):
-        up_to = gate or None
+        up_to = measurement.level_left(component, gate)
         reach = measurement.fit(component, up_to=up_to).reach
         target = reach / 2 if target_sparsity is None else target_sparsity
         fitted = measurement.fit(component, target=target, up_to=up_to)

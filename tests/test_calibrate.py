@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from models import TOKENS, chroma, dit, hunyuan_video_15, ltx, skip_config, tokens
 from pipelines import run as run_pipeline
 from pipelines import wan22
-from skip_attn_compile import Calibration, Measurement, Rule, SkipConfig, backend, calibrate, compile_pipeline, observe
+from skip_attn_compile import Calibration, Measurement, Rule, SkipConfig, backend, calibrate, compile_pipeline, observe, timestep
 from skip_attn_compile.fit import MeasuredCurve, fit
 from tiny_wan.digits import token_table
 from tiny_wan.sampling import load_model, sample
@@ -503,6 +503,21 @@ def test_a_pipeline_of_two_experts_gets_a_curve_each_by_step() -> None:
         read = SkipConfig.from_checkpoint(json.loads(json.dumps(written)))
         assert read.calibration == measurement.fit(name, target=0.04).calibration
         assert read.calibration.tile_order == "own_first"
+
+
+def test_a_call_just_above_a_gate_counts_as_dense() -> None:
+    model = dit(1)
+
+    def run(seed: int) -> None:
+        for t in (0.904, 0.899):
+            with timestep(t):
+                model(tokens(seed=seed))
+
+    measurement = calibrate(model, run, [0], **ALL)
+    assert [cell.t for cell in measurement.counts[0]] == [0.904, 0.899]
+    assert len(measurement.curves("", up_to=0.9)) == 1
+    assert measurement.level_left("", 0.9) == 0.9
+    assert measurement.level_left("", 0.5) is None
 
 
 WORDS = torch.tensor([[3, 11, 7, 12]])

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import calibrate_tiny_wan
 from models import dit, tokens
-from skip_attn_compile import Measurement, SkipConfig, calibrate, cli, picture
+from skip_attn_compile import Measurement, SkipConfig, calibrate, cli, picture, timestep
 from skip_attn_compile.commands import app
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -200,6 +200,18 @@ def test_the_picture_shows_points_curve_range_and_layers() -> None:
     assert image.mean() == pytest.approx(100 * sum(items) / 2), "all layers have as many tiles"
     assert items[0] == pytest.approx(0.2, abs=0.02)
     assert [label.get_text() for label in right.get_yticklabels()] == ["blocks.0.attn1", "blocks.1.attn1", "blocks.2.attn1"]
+
+
+def test_a_gate_that_leaves_nothing_of_an_expert_can_be_drawn() -> None:
+    model = dit(3)
+
+    def run() -> None:
+        with timestep(0.9):
+            model(tokens())
+
+    measurement = calibrate(model, run, tile_order="own_first", min_kv_len=0, progress=False)
+    curve = lambda gate: picture.figure(measurement, 0.1, gate).axes[0].get_legend().get_texts()[2].get_text()
+    assert curve(0.5) == curve(0.0)
 
 
 def test_the_project_installs_the_command() -> None:
