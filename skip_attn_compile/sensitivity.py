@@ -60,8 +60,8 @@ def sensitivity(
     gates: values of disabled_until_timestep to try; None: those that keep 1/8, 1/4, 3/8 and 1/2 of the steps dense.
     attention_share: of the time of a dense run, that the layers which may skip take. With f of the time in attention and a share s of its
         tiles skipped, the speed-up is at most 1 / (1 - f s / 2): scores are always computed, and are half of attention's work. 1, the
-        default, gives that of attention alone. An H200 reaches 1.20, 1.42 and 1.80 at s = .5, .7 and .9, where the limit is 1.33, 1.54
-        and 1.82 (examples/results/h200.json).
+        default, gives that of attention alone. An H200 reaches 1.17 to 1.26, 1.40 to 1.53 and 1.76 to 1.95 at s = .5, .7 and .9 of its time
+        at lambda 0, by length, where the limit is 1.33, 1.54 and 1.82 (examples/results/h200.json).
 
     How: a dense run, in which each block is run again with each of its layers alone sparse. A run with each layer alone sparse. Then for
     each gate, layers become dense in the order of squared error per skipped tile, and bisection finds the fewest that keep the budget. Of
