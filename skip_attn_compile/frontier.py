@@ -91,13 +91,16 @@ class Sensitivity:
 
     def config(self, base: SkipConfig | Mapping[str, SkipConfig] | None = None) -> SkipConfig | dict[str, SkipConfig]:
         """`base`, or the config that was measured, with the proposed `ignore` and gate; by component, except for a single model."""
-        given = dict.fromkeys(self.configs, base) if isinstance(base, SkipConfig) else dict(base or self.configs)
+        single = list(self.configs) == [""]
+        given = dict.fromkeys(self.configs, base) if isinstance(base, SkipConfig) else self.configs if base is None else base
+        if not isinstance(given, Mapping) or not all(isinstance(c, SkipConfig) for c in given.values()) or (single and "" not in given):
+            raise ValueError(f"base must be a SkipConfig{'' if single else ', or a dict of them by component'}, got {base!r}")
         found = {}
         for component, config in given.items():
             own = tuple(layer.path for layer in self.proposal.ignore if layer.component == component)
             cutoff = stronger(config.disabled_until_timestep, self.disabled_until_timestep)
             found[component] = dataclasses.replace(config, ignore=tuple(dict.fromkeys(config.ignore + own)), disabled_until_timestep=cutoff)
-        return found if list(self.configs) != [""] else found[""]
+        return found[""] if single else found
 
     def to_dict(self) -> dict[str, Any]:
         return {

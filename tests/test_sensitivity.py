@@ -212,6 +212,15 @@ def test_bytes_of_a_picture_are_compared() -> None:
     assert found.points[1].psnr == pytest.approx(10 * math.log10(float(dense.max() - dense.min()) ** 2 / mean_square), abs=0.1)
 
 
+def test_a_wrong_base_for_the_proposal_is_named() -> None:
+    model = dit(1)
+    found = sensitivity(model, lambda: model(tokens()), **ALL)
+    for base in (3, "x", {"transformer": CONFIG}, {"": 3}, {}):
+        with pytest.raises(ValueError, match="base must be a SkipConfig, got"):
+            found.config(base)
+    assert found.config(CONFIG) == found.config()
+
+
 def test_an_output_that_was_zero_has_an_error_too() -> None:
     assert Difference.of(torch.zeros(4), torch.ones(4)).relative == math.inf
 
