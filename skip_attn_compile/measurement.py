@@ -256,7 +256,7 @@ def _holds(part: Mapping[Cell, list[int]], setup: Setup) -> bool:
         and isinstance(cell.site, str)
         and isinstance(cell.kv_len, int)
         and cell.kv_len > 0
-        and (cell.t is None or 0 <= cell.t <= 1)
+        and (cell.t is None or math.isfinite(cell.t))
         and len(counts) == 1 + len(setup.thresholds)
         and all(isinstance(count, int) for count in counts)
         and counts[1] >= 0

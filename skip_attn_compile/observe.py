@@ -6,6 +6,7 @@ device for a while, and are then added to histograms whose size depends on the m
 
 import contextlib
 import functools
+import math
 import threading
 from abc import abstractmethod
 from collections import Counter
@@ -234,9 +235,11 @@ class Observer(Watcher):
         """The calls into their histograms: the one place that waits for the device."""
         calls, self._calls = self._calls, []
         for call in calls:
-            t = None if call.t is None else round(float(call.t), 3)
+            t = None if call.t is None or math.isnan(call.t) else round(float(call.t), 3)
             cell = Cell(call.component, call.site, round(float(call.kv_len)), t)
             counts, before = call.counts.tolist(), self._found.get(cell)
+            if counts[0] == 0:  # all masked, or no tokens
+                continue
             self._found[cell] = counts if before is None else [a + b for a, b in zip(before, counts, strict=True)]
 
 

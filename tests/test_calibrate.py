@@ -24,6 +24,7 @@ from pipelines import run as run_pipeline
 from pipelines import wan22
 from skip_attn_compile import Calibration, Measurement, Rule, SkipConfig, backend, calibrate, compile_pipeline, observe, timestep
 from skip_attn_compile.fit import MeasuredCurve, fit
+from skip_attn_compile.gate import Gate
 from tiny_wan.digits import token_table
 from tiny_wan.sampling import load_model, sample
 
@@ -279,6 +280,24 @@ def test_a_run_that_measures_nothing_ends_at_once_and_leaves_no_state(tmp_path: 
     assert ran == [0]
     assert calibrate(model, torch.no_grad()(run), range(3), state=state, **ALL).items == 3
     assert ran == [0, 0, 1, 2]
+
+
+def test_what_a_run_wrote_can_be_resumed_whatever_it_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Levels that a device says may lie outside [0, 1], or be NaN; a call may have all keys masked, or no tokens."""
+    model, state = dit(1, cross=True), tmp_path / "state.json"
+    masked = torch.zeros(1, 1, 1, TOKENS, dtype=torch.bool)
+    inputs = [(tokens(), None, 1.002), (tokens(), masked, 0.5), (tokens(length=0), None, 0.5), (tokens(), None, math.nan)]
+
+    def run(number: int) -> None:
+        x, mask, t = inputs[number]
+        monkeypatch.setattr(Gate, "running_level", lambda _: torch.tensor(t))
+        model(x, x, mask)
+
+    for count in (1, 2, 3, 4):
+        measurement = calibrate(model, run, range(count), state=state, **ALL)
+    assert measurement == Measurement.load(state)
+    assert measurement == calibrate(model, run, range(4), **ALL)
+    assert {(cell.kv_len, cell.t) for part in measurement.counts for cell in part} == {(TOKENS, 1.002), (TOKENS, 0.5), (TOKENS, None)}
 
 
 def test_what_was_not_measured_is_told(caplog: pytest.LogCaptureFixture) -> None:
