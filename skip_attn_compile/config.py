@@ -135,7 +135,7 @@ class SkipConfig(Checked):
     rules: `Rule`s in order; the last that matches a module decides there.
     min_kv_len: calls with fewer keys stay dense (keys, not bytes); it compares with the key length of each call.
     tile_order: "ascending", or "own_first": each row group starts at the keys of its own position, which skips more tiles at equal lambda.
-    implementation: "auto", or the name of one that must be used: "reference", "sm90", "triton".
+    implementation: "auto", or the name of one that must be used: "sm90", "triton", "flashinfer", "reference".
     checkpoint_ignore: as ignore, but given by a checkpoint: `from_checkpoint` sets it, and no override clears it.
     """
 
