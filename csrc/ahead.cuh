@@ -226,8 +226,8 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
     const bool has_rows = row0 < params.q_len && stream.tiles > 0;
     const uint32_t begin = stream.begin(group), end = has_rows ? begin + stream.tiles : begin;
     for (uint32_t position = 0; position < begin; ++position) pass_tile(position);
+    if (row0 < params.q_len) ptx::mbarrier_wait(ptx::smem_address(&smem.query_full[group]), 0);  // without keys too: the output leaves from there
     if (has_rows) {
-      ptx::mbarrier_wait(ptx::smem_address(&smem.query_full[group]), 0);
       const int whole = params.is_causal ? min(params.kv_len, row0 + 1) : params.kv_len;
       Places at{stream.tile(begin), stream.tiles, whole / kTileKeys, begin, end};
       if constexpr (Base::kHoldQuery) this->load_query();
