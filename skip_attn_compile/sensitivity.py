@@ -21,6 +21,7 @@ from skip_attn_compile.calibrate import items_of, models_of, warn_of_unmatched
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.frontier import LayerError, Point, Sensitivity, StepError, root_mean
 from skip_attn_compile.gate import Gate
+from skip_attn_compile.kernels import implementations
 from skip_attn_compile.layers import LayerName
 from skip_attn_compile.pipeline import Configs, configs_of
 from skip_attn_compile.progress import progress as show_progress
@@ -77,6 +78,12 @@ def sensitivity(
         raise ValueError(f"gates must be a sequence of noise levels, got {gates!r}; write gates=({gates!r},)")
     gates = None if gates is None else [check_cutoff("gates", cutoff) for cutoff in gates]
     todo = items_of(run, items, "sensitivity")
+    uncounted = {by.name for by in implementations() if not by.counts_tiles} & {config.implementation for config in configs.values()}
+    if uncounted:
+        raise ValueError(
+            f"sensitivity needs an implementation that counts the tiles it skips, got {', '.join(uncounted)}, which counts none;"
+            " measure with implementation='auto', and apply what is found to your config with found.config(config)"
+        )
     gate = Gate(Settings(SkipConfig(threshold=0.0, disabled_until_timestep=1.0), warns=False))  # reads t, decides nothing
     trial = Trial(models, configs, gate)
     runs = _Runs(trial, run, todo, peak)

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from skip_attn_compile import kernels
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.gate import Gate
 from skip_attn_compile.layers import LayerName
 from skip_attn_compile.observe import Watcher, kv_lens
-from skip_attn_compile.ops import attention
+from skip_attn_compile.ops import attention, problem_of
 from skip_attn_compile.rules import policy
 from skip_attn_compile.timestep import is_dense
 
@@ -48,7 +50,7 @@ class Trial(Watcher):
         self._repeats_itself: dict[nn.Module, bool] = {}
         self._met: dict[LayerName, None] = {}  # layers that could skip, and whose block is still running
         self._comparing = False
-        self._level: float | None = None
+        self._attended: Tally | None = None  # of the last call that was run here
         self.sparse: Collection[LayerName] = ()
         self.cutoff = 0.0
         self.tallies: dict[tuple[LayerName, float | None], Tally] = defaultdict(Tally)
@@ -68,14 +70,20 @@ class Trial(Watcher):
         scale: float | None,
     ) -> Tensor:
         config, level = self._configs[layer.component], self._gate.running_level()
+        order, implementation = config.tile_order, config.implementation
+        problem = problem_of(query, key, value, key_mask, query_mask is not None, is_causal, order)
+        served = kernels.choose(problem._replace(lambda_on_host=False), implementation)  # what takes it there counts no tiles
+        if isinstance(served, list):
+            self.kept["; ".join(served)] += 1
+            mask = key_mask if key_mask is None or query_mask is None else key_mask & query_mask
+            grouped = query.shape[1] != key.shape[1]
+            return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
         cutoff = stronger(config.disabled_until_timestep, self.cutoff)
         gated = cutoff > 0 and (level is None or bool(is_dense(level, cutoff)))
         c0, c1 = (0.0, 0.0) if gated else self._policies[layer].control
         keys = torch.as_tensor(kv_lens(key, key_mask), dtype=torch.float32, device=query.device)
-        order, implementation = config.tile_order, config.implementation
         out, _, counts = attention(query, key, value, c0 + c1 / keys, key_mask, query_mask, is_causal, scale, order, implementation)
-        self._level = None if level is None else float(level)
-        tally = self.tallies[layer, self._level]
+        tally = self._attended = self.tallies[layer, None if level is None else float(level)]
         visited, skipped = counts.sum((0, 1)).tolist()
         tally.visited += visited
         tally.skipped += skipped
@@ -84,7 +92,8 @@ class Trial(Watcher):
     def _runs(self, layer: LayerName, kv_len: int) -> bool:
         if layer not in self._policies or self._policies[layer].reasons or kv_len < self._configs[layer.component].min_kv_len:
             return False
-        self._met[layer] = None
+        if not self._comparing:
+            self._met[layer] = None
         return layer in self.sparse
 
     @contextmanager
@@ -119,10 +128,11 @@ class Trial(Watcher):
             for layer in layers:
                 if block not in self._repeats_itself:
                     self._repeats_itself[block] = Difference.of(output, block(*args, **kwargs)).relative < _REPEATS
-                self.sparse = (layer,)
+                self.sparse, self._attended = (layer,), None
                 error = Difference.of(output, block(*args, **kwargs)).relative
                 self.sparse = ()
-                self.tallies[layer, self._level].block_errors.append(error**2 if self._repeats_itself[block] else math.nan)
+                if self._attended is not None:
+                    self._attended.block_errors.append(error**2 if self._repeats_itself[block] else math.nan)
         finally:
             self._comparing, self.sparse = False, ()
 
@@ -133,13 +143,16 @@ def stronger(cutoff: float, other: float) -> float:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The floating-point tensors, arrays and images (bytes in a tensor are one) in what a model or a pipeline takes or returns."""
+    """The floating-point tensors, arrays and images (bytes in a tensor are one) in what a model or a pipeline takes or returns.
+
+    Not those that are empty.
+    """
     if isinstance(value, Tensor):
-        return [value.detach()] if value.is_floating_point() or value.dtype == torch.uint8 else []
+        return [value.detach()] if value.numel() and (value.is_floating_point() or value.dtype == torch.uint8) else []
     if hasattr(value, "__array_interface__"):  # NumPy's arrays, Pillow's images
         import numpy
 
-        return [torch.from_numpy(numpy.asarray(value, dtype="float32"))]
+        return tensors(torch.from_numpy(numpy.asarray(value, dtype="float32")))
     if isinstance(value, Mapping):
         return tensors(list(value.values()))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -7,15 +7,20 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import Dit, dit, reference_sdpa, skip_config, tokens
 from pipelines import run as run_pipeline
 from pipelines import wan22
-from skip_attn_compile import Calibration, SkipConfig, backend, sensitivity, timestep
+from skip_attn_compile import Calibration, SkipConfig, backend, sensitivity, timestep, trial
 from skip_attn_compile.frontier import Point
+from skip_attn_compile.gate import Gate
+from skip_attn_compile.layers import LayerName
+from skip_attn_compile.ops import problem_of
 from skip_attn_compile.sensitivity import search
-from skip_attn_compile.trial import Difference
+from skip_attn_compile.settings import Settings
+from skip_attn_compile.trial import Difference, Trial
 from tiny_wan.sampling import load_model, sample
 
 CONFIG = skip_config(0.5, tile_order="own_first")
@@ -101,6 +106,62 @@ def test_a_block_that_changes_its_input_has_no_error_of_its_own() -> None:
     assert found.layers[0].block_error is None
     assert found.layers[0].error > 0
     assert found.layers[1].block_error > 0
+
+
+def test_a_call_of_a_block_without_attention_has_no_error_to_count() -> None:
+    """At the last step each block runs its feed-forward layer alone."""
+    model = dit(1)
+    (block,) = model.blocks
+
+    def run(both: bool) -> Tensor:
+        output = model(tokens())
+        if both:
+            attention, block.attn1 = block.attn1, torch.nn.Identity()
+            output = model(output)
+            block.attn1 = attention
+        return output
+
+    found = [sensitivity(model, lambda both=both: run(both), alone=False, **ALL) for both in (False, True)]
+    assert found[0].layers[0].block_error == found[1].layers[0].block_error > 0
+
+
+def test_what_the_configured_implementation_does_not_take_is_kept_as_in_serving(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = wan22()
+    config = skip_config(0.9, tile_order="own_first")
+    elsewhere = dataclasses.replace(config, implementation="triton")
+    configs = {"transformer": elsewhere, "transformer_2": config}
+    found = sensitivity(pipe, lambda: run_pipeline(pipe, steps=2), config=configs, alone=False, progress=False)
+    assert {row.layer.component for row in found.layers} == {"transformer_2"}
+    assert "attention calls were left as they are: triton runs on cuda, not on cpu" in caplog.text
+    model = dit(1)
+    with pytest.raises(ValueError, match="no attention call that may skip, for this reason: triton runs on cuda"):
+        sensitivity(model, lambda: model(tokens()), config=elsewhere, progress=False)
+
+
+@pytest.mark.parametrize("masks", [(None, None), ("key", None), ("key", "query")])
+def test_what_only_the_slow_reference_would_take_on_a_gpu_is_kept(
+    masks: tuple[str | None, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator itself would run it, and what it skips would count as speed-up."""
+    old = {"device_type": "cuda", "capability": (7, 5)}
+    monkeypatch.setattr(trial, "problem_of", lambda *call: problem_of(*call)._replace(**old))
+    model = dit(1)
+    layer = LayerName("", "blocks.0.attn1")
+    query, key, value = torch.randn(3, 2, 4, 256, 16)
+    key, value = key[:, :2], value[:, :2]
+    key_mask, query_mask = (torch.rand(2, 1, *size) > 0.3 if mask else None for mask, size in zip(masks, [(1, 256), (256, 1)], strict=True))
+    kept = Trial({"": model}, {"": CONFIG}, Gate(Settings(CONFIG)))
+    out = kept.attend(layer, 0, query, key, value, key_mask, query_mask, False, None)
+    mask = None if key_mask is None else key_mask if query_mask is None else key_mask & query_mask
+    assert out.equal(F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True))
+    assert [("reference serves cuda only when asked for by name" in reason, calls) for reason, calls in kept.kept.items()] == [(True, 1)]
+    assert not kept.tallies
+
+
+def test_an_empty_tensor_in_the_output_is_passed_over() -> None:
+    model = dit(1)
+    with_empty = lambda: (model(tokens()), torch.empty(0, 4))
+    assert sensitivity(model, with_empty, **ALL) == sensitivity(model, lambda: model(tokens()), **ALL)
 
 
 def sampler(model: nn.Module, seed: int, early: float) -> Tensor:
@@ -303,6 +364,7 @@ def test_what_cannot_be_measured_is_said() -> None:
         ({"config": 0.1}, "sensitivity needs a SkipConfig"),
         ({"gates": (0.5,)}, "gates need the noise level of every call"),
         ({"gates": (2.0,)}, "gates"),
+        ({"config": skip_config(0.5, implementation="flashinfer")}, "got flashinfer, which counts none; measure with"),
         ({"gates": 0.5}, "gates must be a sequence of noise levels, got 0.5"),
         ({"config": {"transformer": CONFIG}}, "'transformer', which is no denoiser of Dit; a model takes one SkipConfig"),
     ]:
