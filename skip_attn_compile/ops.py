@@ -199,7 +199,7 @@ def _attention(
 
 
 def _start(
-    call: tuple[Any, ...],
+    call: tuple[Any, ...] | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -210,15 +210,21 @@ def _start(
     scale: float,
     tile_order: str,
     implementation: str,
+    *,
+    lambda_on_host: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Check and run a call of a new kind."""
-    check_inputs(query, key, value, threshold, attn_mask, query_mask)
+    """Check and run a call of a new kind, and remember what ran it under `call`."""
+    check_inputs(query, key, value, threshold, attn_mask, query_mask, lambda_on_host=lambda_on_host)
     results = empty_results(query, value, query.device)
     problem = problem_of(query, key, value, attn_mask, query_mask is not None, is_causal, tile_order)
     problem = problem._replace(lambda_on_host=threshold.is_cpu)
-    run = lambda by: by.run(query, key, value, threshold, attn_mask, query_mask, results, is_causal, scale, tile_order)
+
+    def run(by: "Implementation") -> None:
+        of_its_device = threshold if by.lambda_on_host else threshold.to(query.device)  # where the first choice could not be started
+        by.run(query, key, value, of_its_device, attn_mask, query_mask, results, is_causal, scale, tile_order)
+
     chosen = start(problem, implementation, run)
-    if chosen.checks_arguments and call not in _plans:  # what runs the rule is not forgotten for an exception
+    if call is not None and chosen.checks_arguments and call not in _plans:  # what runs the rule is not forgotten for an exception
         if len(_plans) >= _PLANS_KEPT:
             _plans.clear()
         _plans[call] = _Plan(chosen.run, *((tuple(x.shape), x.stride(), x.dtype) for x in results))
@@ -240,17 +246,10 @@ def _attention_lambda_on_host(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _raise_if_gradient_needed(query, key, value, attn_mask)
-    check_inputs(query, key, value, threshold, attn_mask, query_mask, lambda_on_host=True)
-    results = empty_results(query, value, query.device)
-    problem = problem_of(query, key, value, attn_mask, query_mask is not None, is_causal, tile_order)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-
-    def run(by: "Implementation") -> None:
-        of_its_device = threshold if by.lambda_on_host else threshold.to(query.device)  # where the first choice could not be started
-        by.run(query, key, value, of_its_device, attn_mask, query_mask, results, is_causal, scale, tile_order)
-
-    start(problem, implementation, run)
-    return results
+    return _start(
+        None, query, key, value, threshold, attn_mask, query_mask, is_causal, scale, tile_order, implementation, lambda_on_host=True
+    )
 
 
 def _all_on(device: int, threshold: Tensor, attn_mask: Tensor | None, query_mask: Tensor | None) -> bool:

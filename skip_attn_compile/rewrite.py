@@ -60,11 +60,10 @@ def rewrite(
     """
     graph = gm.graph
     control_input = _add_control_input(graph, control)
-    lambdas = {control.device: _Lambdas(graph, control_input, config.min_kv_len)}
-    if control.device != device and not all(on_host):
+    lambdas = {any(on_host): _Lambdas(graph, control_input, config.min_kv_len, None if control.device == device else device)}
+    if any(on_host) and not all(on_host):
         with graph.inserting_after(control_input):
-            lambdas[device] = _Lambdas(graph, _moved(graph, control_input, device), config.min_kv_len)
-    places = [control.device if host else device for host in on_host]
+            lambdas[False] = _Lambdas(graph, _moved(graph, control_input, device), config.min_kv_len)
     counts: list[Node] = []
     current: list[AttentionSite] = []
     replaced: dict[Node, Node] = {}
@@ -72,15 +71,13 @@ def rewrite(
     for index, found in enumerate(sites):
         site = _with_current_arguments(graph, found, replaced, masks)
         current.append(site)
-        threshold = lambdas[places[index]].of(site, index)
+        threshold = lambdas[on_host[index]].of(site, index)
         replaced[site.node], tiles = _replace(graph, site, threshold, on_host[index], config, device)
         counts.append(tiles)
     output = graph.output_node()
     with graph.inserting_before(output):
         tiles = graph.call_function(torch.stack, (counts,))
-        of_sites = [lambdas[places[index]].clamped(site, index) for index, site in enumerate(current)]
-        of_sites = [x if place == device else _moved(graph, x, device) for x, place in zip(of_sites, places, strict=True)]
-        clamped = graph.call_function(torch.stack, (of_sites,))
+        clamped = graph.call_function(torch.stack, ([lambdas[on_host[index]].clamped(site, index) for index, site in enumerate(current)],))
         columns = [tiles, graph.call_function(torch.unsqueeze, (clamped, 1))]
         with_clamped = graph.call_function(torch.cat, (columns, 1))
     output.args = ((*output.args[0], with_clamped),)  # type: ignore[misc]
@@ -101,10 +98,13 @@ def _add_control_input(graph: Graph, control: torch.Tensor) -> Node:
 
 
 class _Lambdas:
-    """The lambda of each site as graph nodes, computed for all sites at once for each key length: one small kernel, not one a site."""
+    """The lambda of each site as graph nodes, computed for all sites at once for each key length: one small kernel, not one a site.
 
-    def __init__(self, graph: Graph, control: Node, min_kv_len: int) -> None:
-        self._graph, self._control, self._min_kv_len = graph, control, min_kv_len
+    counts_device: where `clamped` is wanted, if not where lambda is.
+    """
+
+    def __init__(self, graph: Graph, control: Node, min_kv_len: int, counts_device: torch.device | None = None) -> None:
+        self._graph, self._control, self._min_kv_len, self._counts_device = graph, control, min_kv_len, counts_device
         self._of_length: dict[object, tuple[Node, Node]] = {}  # lambda and lambda >= 1 of all sites, were this their length
 
     def of(self, site: AttentionSite, index: int) -> Node:
@@ -114,7 +114,11 @@ class _Lambdas:
             if key not in self._of_length:
                 lambdas = self._all_sites(site, site.kv_len)
                 per_site = lambdas if not self._per_sample(site) else self._call(torch.amax, lambdas, 1)
-                self._of_length[key] = lambdas, self._call(operator.ge, per_site, 1)
+                clamped = self._call(operator.ge, per_site, 1)
+                self._of_length[key] = (
+                    lambdas,
+                    clamped if self._counts_device is None else _moved(self._graph, clamped, self._counts_device),
+                )
             return self._call(torch.select, self._of_length[key][0], 0, index)
 
     def clamped(self, site: AttentionSite, index: int) -> Node:
