@@ -18,14 +18,12 @@ from torch import nn
 
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.files import check_writable
-from skip_attn_compile.gate import Gate
 from skip_attn_compile.layers import LayerName, is_compiled
 from skip_attn_compile.measurement import Measurement, Setup
 from skip_attn_compile.observe import Observer
 from skip_attn_compile.pipeline import SchedulerLevel, denoisers
 from skip_attn_compile.progress import progress as show_progress
 from skip_attn_compile.rules import policy
-from skip_attn_compile.settings import Settings
 from skip_attn_compile.summary import unmatched_patterns
 
 log = logging.getLogger(__name__)
@@ -47,62 +45,59 @@ def calibrate(
     min_kv_len: int = 1024,
     state: str | os.PathLike[str] | None = None,
     progress: bool = True,
-) -> "Measurement":
+) -> Measurement:
     """Run `run(item)` for each item, or `run()` once, and count in every attention call the tiles that each threshold would skip.
 
     pipe_or_model: an uncompiled diffusers pipeline, all of whose denoisers are measured, or a torch.nn.Module.
-    run: drives it, for example `lambda prompt: pipe(prompt)`. items: prompts, saved inputs, ...; every second one is held out from the
-        fit, and tells how far the curve can be trusted.
+    run: drives it, for example `lambda prompt: pipe(prompt)`. items: prompts, saved inputs, ...; of those that have calls of about the same
+        length, every second one is held out from the fit there, and tells how far the curve can be trusted.
     thresholds: up to 32 lambdas in (0, 1], ascending. tile_order, tile: as they will be served; (128, 128) ascending is ModelOpt's.
     include, ignore, min_kv_len: as in SkipConfig, which calls are measured.
     state: a JSON file that is written after each item; where it exists, the items in it are not run again.
     progress: on stderr, a bar where tqdm is installed and a line for each item where it is not.
 
-    The run is dense and exact, and counts in the pass that makes the output; its memory does not grow with the items.
+    The run is dense and exact, and counts in the pass that makes the output. Memory and state file do not grow with the items: lengths
+    share their counts in bins, of one key tile up to 20 tiles and of 5 % above, each at its mean; noise levels are exact, as a schedule
+    repeats its own, and from the 1,025th on they count at the next 1/1000. Calls that serving would keep are left alone, and told.
     Raises ValueError for what cannot be measured, and for a state file of another calibration.
     """
     models, schedule = models_of(pipe_or_model, "calibrate")
     todo = items_of(run, items, "calibrate")
     setup = Setup(thresholds, tile_order, tile, include, ignore, min_kv_len)  # type: ignore[arg-type]
     select = setup.select
-    want = lambda layer, kv_len: kv_len >= min_kv_len and not policy(select, layer).reasons
-    path = None if state is None else Path(state)
-    gate = Gate(Settings(SkipConfig(threshold=0.0, disabled_until_timestep=1.0), warns=False))  # reads t, decides nothing
-    observer = Observer(models, want, list(setup.thresholds), tile_order, setup.tile, gate)
+    want = lambda layer, kv_len: select if kv_len >= min_kv_len and not policy(select, layer).reasons else None
+    state_file = None if state is None else Path(state)
+    observer = Observer(models, want, schedule, setup.thresholds, tile_order, setup.tile)
     measurement = Measurement(setup)
-    if path is not None:
-        check_writable("state", path)
-        measurement = _resumed(path, setup, observer.modules, len(todo)) if path.exists() else measurement
-    for model in models.values():
-        gate.attach(model, None, schedule)
-    try:
-        with show_progress("calibration", len(todo), done=measurement.items, show=progress) as advance:
-            first = measurement.items
-            for number in range(first, len(todo)):
-                with observer.watching():
-                    run(*todo[number])
-                found = observer.take()
-                measurement.add(found, held_out=number % 2 == 1)
-                if not measurement.counts[0]:
-                    raise ValueError(_nothing_measured(models, min_kv_len, observer.kept))
-                if number == first:
-                    warn_of_unmatched([select], observer.seen)
-                if not found:
-                    log.warning("item %d made no attention call that could be measured", number)
-                for component in measurement.components:
-                    measured = (observer.modules[LayerName(component, path)] for path in measurement.layers(component))
-                    measurement.targets[component] = sorted({type(module).__name__ for module in measured})
-                if path is not None:
-                    measurement.save(path)
-                advance("")
-    finally:
-        for model in models.values():
-            gate.detach(model)
+    if state_file is not None:
+        check_writable("state", state_file)
+        measurement = _resumed(state_file, setup, observer.modules, len(todo)) if state_file.exists() else measurement
+    observer.levels.update(cell.t for cell in (*measurement.fitted, *measurement.held_out))
+    with show_progress("calibration", len(todo), done=measurement.items, show=progress) as advance:
+        first = measurement.items
+        for number in range(first, len(todo)):
+            with observer.watching():
+                run(*todo[number])
+            found = observer.take()
+            measurement.add(found)
+            if number == first:
+                warn_of_unmatched([select], observer.seen)
+            if not found:
+                why = "".join(f"; {reason}" for reason in observer.kept)
+                log.warning("item %d made no attention call that could be measured%s", number, why)
+            for component in measurement.components:
+                measured = (observer.modules[LayerName(component, path)] for path in measurement.layers(component))
+                measurement.attention_classes[component] = sorted({type(module).__name__ for module in measured})
+            if state_file is not None and measurement.fitted:
+                measurement.save(state_file)
+            advance("")
+    if not measurement.fitted:
+        raise ValueError(_nothing_measured(models, min_kv_len, observer.kept))
     for reason, calls in observer.kept.items():
         log.warning("%d attention calls were not measured: %s", calls, reason)
     for component in models:
         if component not in measurement.components:
-            log.warning("%s made no attention call that could be measured in an item that is fitted; it gets no curve", component)
+            log.warning("%s made no attention call that could be measured; it gets no curve", component)
     return measurement
 
 
@@ -145,7 +140,7 @@ def _resumed(path: Path, setup: Setup, modules: Mapping[LayerName, nn.Module], i
     elsewhere = "give another state file, or remove it"
     if found.setup != setup:
         raise ValueError(f"{path} holds another calibration, {found.setup}, this one is {setup}; {elsewhere}")
-    layers = [LayerName(cell.component, cell.layer) for part in found.counts for cell in part]
+    layers = [LayerName(cell.component, cell.layer) for cell in (*found.fitted, *found.held_out)]
     foreign = next((layer.full for layer in layers if layer not in modules), None)
     if foreign is not None:
         raise ValueError(f"{path} holds the calibration of another model, one with a layer {foreign}; {elsewhere}")

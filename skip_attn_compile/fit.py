@@ -60,7 +60,7 @@ class Fit:
         )
 
 
-def fit(curves: Sequence[MeasuredCurve], *, tile: tuple[int, int], tile_order: str, target: float | None = None) -> Fit:
+def fit_curves(curves: Sequence[MeasuredCurve], *, tile: tuple[int, int], tile_order: str, target: float | None = None) -> Fit:
     """The a and b of lambda = a * exp(b * s) / L that expect the measured shares best; with `target`, those near it.
 
     In log space: s = (ln(lambda * L) - ln a) / b, least squares in s, which is what a user asks for (ModelOpt regresses ln(lambda * L)

@@ -19,7 +19,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used; the text states the file (or "dict"), the JSON path and the value."""
 
 
-def load(path: Path) -> Any:
+def load(path: Path, max_bytes: int = MAX_BYTES) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table: dict[str, Any] = {}
         for key, value in pairs:
@@ -32,9 +32,9 @@ def load(path: Path) -> Any:
         raise CheckpointError(f"{path}: not a file; what a model hub holds must be downloaded first")
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise CheckpointError(f"{path}: a config must have at most {MAX_BYTES} bytes, got {os.path.getsize(path)}")
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise CheckpointError(f"{path}: a config must have at most {max_bytes} bytes, got {os.path.getsize(path)}")
         return json.loads(data.decode("utf-8-sig"), object_pairs_hook=unique)
     except CheckpointError:
         raise

@@ -1,7 +1,8 @@
 """Measuring a model while it runs as it is: each scaled_dot_product_attention call goes through `measure`, dense, and is counted.
 
 In eager PyTorch, through a torch function mode, so that every model can be measured, however its graphs would look. The counts stay on the
-device for a while, and are then added to histograms whose size depends on the model and the schedule, not on how much is run.
+device for a while, and are then added to histograms. Their number depends on the model, the schedule and the range of lengths, not on how
+much is run: see `length_bin` and `_MOST_LEVELS`.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ import math
 import threading
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -21,16 +22,23 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from skip_attn_compile.calls import Schedule
+from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.gate import Gate
-from skip_attn_compile.kernels import mask_kind
-from skip_attn_compile.layers import KnownModels, LayerName, unwrap
+from skip_attn_compile.kernels import choose, mask_kind
+from skip_attn_compile.layers import KnownModels, LayerName
 from skip_attn_compile.measure import measure
+from skip_attn_compile.ops import problem_of
+from skip_attn_compile.rules import REASONS, reasons_of_call
+from skip_attn_compile.settings import Settings
+from skip_attn_compile.timestep import Level, float32
 
-Want = Callable[[LayerName, int], bool]  # (layer, number of keys) -> is the call measured?
+Want = Callable[[LayerName, int], SkipConfig | None]  # (layer, number of keys) -> the config that would serve the call; None: not wanted
 
-
-_GENERAL_MASK = "its mask is not a key mask [batch|1, 1, 1, keys], nor one and-ed with a query mask [batch|1, 1, queries, 1]"
 _MOST_CALLS = 4096  # that wait on a device: a pipeline of 40 layers and 50 steps waits once, a loop over many prompts stays small
+# Noise levels that are told apart exactly. A schedule repeats its own, at most 1,000. Of a loop that draws t at random, any further one
+# counts at the next 1/1000 above it: still right for a gate with three decimals, and at most 1,001 more.
+_MOST_LEVELS = 1024
 
 
 class _Eagerly:
@@ -57,22 +65,17 @@ _eagerly = _Eagerly()
 
 @dataclass(frozen=True)
 class Cell:
-    """What a histogram is kept for: one call of one layer, at one number of keys and noise level (to 1/1000, None unknown)."""
+    """What a histogram is kept for: the calls of one layer, at lengths of one `length_bin` and one noise level (float32, None unknown)."""
 
     component: str
-    site: str
-    kv_len: int
+    layer: str
+    length_bin: int
     t: float | None
-
-    @property
-    def layer(self) -> str:
-        return self.site.split("#")[0]
 
 
 @dataclass
 class _Call:
-    component: str
-    site: str
+    layer: LayerName
     kv_len: int | Tensor  # a tensor where a mask leaves some of them: their mean over the batch
     t: float | Tensor | None
     counts: Tensor  # int64 [1 + n] on the call's device
@@ -81,7 +84,8 @@ class _Call:
 class Watcher(TorchFunctionMode):
     """While it is entered, in this thread: `attend` runs the attention calls that `want` wants, PyTorch all others."""
 
-    def __init__(self, models: Mapping[str, nn.Module], want: Want, gate: Gate) -> None:
+    def __init__(self, models: Mapping[str, nn.Module], want: Want, schedule: Schedule | None) -> None:
+        """schedule: what tells the noise level of the step that is running, if not the models' own arguments."""
         super().__init__()
         self._names: dict[nn.Module, LayerName] = {}
         self.modules: dict[LayerName, nn.Module] = {}
@@ -90,18 +94,17 @@ class Watcher(TorchFunctionMode):
             for path, module in known.attach(model, component).modules():
                 name = self._names.setdefault(module, LayerName(component, path))
                 self.modules[name] = module
-        self._roots = {unwrap(model) for model in models.values()}
-        self._want, self._gate = want, gate
+        self._models, self._want, self._schedule = models, want, schedule
+        # It reads noise levels, and decides nothing.
+        self._gate = Gate(Settings(SkipConfig(threshold=0.0, disabled_until_timestep=1.0), warns=False))
         self._running: list[LayerName] = []
-        self._repeats: Counter[LayerName] = Counter()
         self.seen: dict[LayerName, None] = {}  # layers that called attention, wanted or not
-        self.kept: Counter[str] = Counter()  # reasons for calls of wanted layers that only PyTorch can run
+        self.kept: Counter[str] = Counter()  # reasons for calls of wanted layers that serving keeps
 
     @abstractmethod
     def attend(
         self,
         layer: LayerName,
-        repeat: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -110,31 +113,30 @@ class Watcher(TorchFunctionMode):
         is_causal: bool,
         scale: float | None,
     ) -> Tensor:
-        """The output of one call. repeat: how many calls of the layer came before it, in this call of the model."""
+        """The output of one call."""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Enter, with the hooks that tell which module is running."""
+        """Enter, with the hooks that tell which module is running, and at which noise level."""
         thread = threading.get_ident()
 
         def enter(module: nn.Module, _: object) -> None:
             if threading.get_ident() == thread and module in self._names:
-                if module in self._roots:
-                    self._repeats.clear()
                 self._running.append(self._names[module])
 
         def leave(module: nn.Module, *_: object) -> None:
             if threading.get_ident() == thread and module in self._names:
                 self._running.pop()
 
-        hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
-        try:
+        with contextlib.ExitStack() as after:
+            for model in self._models.values():
+                after.callback(self._gate.detach, model)
+                self._gate.attach(model, None, self._schedule)
+            after.callback(register_module_forward_pre_hook(enter).remove)
+            after.callback(register_module_forward_hook(leave, always_call=True).remove)
+            after.callback(self._running.clear)
             with _eagerly, self:
                 yield
-        finally:
-            self._running.clear()
-            for hook in hooks:
-                hook.remove()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -163,49 +165,38 @@ class Watcher(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         layer = self._running[-1]
-        repeat = self._repeats[layer]
-        self._repeats[layer] += 1
         self.seen[layer] = None
-        kv_len = key.shape[-2]
-        wanted = self._want(layer, kv_len)
-        masks = split_mask(attn_mask) if wanted else None
-        reason = self._reason(query, key, value, dropout_p) if masks is not None else _GENERAL_MASK
-        if not wanted or masks is None or reason is not None:
-            if wanted and reason is not None:
-                self.kept[reason] += 1
-            return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if torch.is_autocast_enabled(query.device.type):
-            query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-        return self.attend(layer, repeat, query, key, value, *masks, is_causal, scale)
-
-    def _reason(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> str | None:
-        if not query.dim() == key.dim() == value.dim() == 4:
-            return "query, key and value must have four dimensions"
-        if query.shape[1] % key.shape[1] or query.shape[0] != key.shape[0]:
-            return "query, key and value must agree in batch, and heads must divide"
-        if dropout_p:
-            return "dropout_p must be 0: put the model into eval() mode"
-        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            return "a gradient is needed: run under torch.no_grad()"
-        return None
+        config = self._want(layer, key.shape[-2])
+        if config is not None:
+            given = _operands(config, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+            if not isinstance(given, list):
+                return self.attend(layer, *given, is_causal, scale)
+            self.kept["; ".join(given)] += 1
+        return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 class Observer(Watcher):
-    """`take` gives the counts of all calls since the last time, by cell."""
+    """`take` gives the histograms of all calls since the last time: [tiles visited, skipped at each threshold ..., visited times keys]."""
 
     def __init__(
-        self, models: Mapping[str, nn.Module], want: Want, thresholds: list[float], tile_order: str, tile: tuple[int, int], gate: Gate
+        self,
+        models: Mapping[str, nn.Module],
+        want: Want,
+        schedule: Schedule | None,
+        thresholds: Sequence[float],
+        tile_order: str,
+        tile: tuple[int, int],
     ) -> None:
-        super().__init__(models, want, gate)
+        super().__init__(models, want, schedule)
         self._thresholds, self._tile_order, self._tile = thresholds, tile_order, tile
         self._on_device: dict[torch.device, Tensor] = {}
         self._calls: list[_Call] = []
         self._found: dict[Cell, list[int]] = {}
+        self.levels: set[float | None] = set()  # that are told apart
 
     def attend(
         self,
         layer: LayerName,
-        repeat: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -219,9 +210,8 @@ class Observer(Watcher):
         out, counts = measure(
             query, key, value, self._on_device[query.device], key_mask, query_mask, is_causal, scale, self._tile_order, *self._tile
         )
-        site = layer.path if repeat == 0 else f"{layer.path}#{repeat}"
-        level = self._gate.running_level()
-        self._calls.append(_Call(layer.component, site, _mean(kv_lens(key, key_mask)), level, counts.sum((0, 1), dtype=torch.int64)))
+        kv_len, level = _mean(kv_lens(key, key_mask)), self._gate.running_level()
+        self._calls.append(_Call(layer, kv_len, level, counts.sum((0, 1), dtype=torch.int64)))
         if len(self._calls) >= _MOST_CALLS:
             self._fold()
         return out
@@ -235,12 +225,57 @@ class Observer(Watcher):
         """The calls into their histograms: the one place that waits for the device."""
         calls, self._calls = self._calls, []
         for call in calls:
-            t = None if call.t is None or math.isnan(call.t) else round(float(call.t), 3)
-            cell = Cell(call.component, call.site, round(float(call.kv_len)), t)
-            counts, before = call.counts.tolist(), self._found.get(cell)
-            if counts[0] == 0:  # all masked, or no tokens
+            kv_len, (visited, *skipped) = round(float(call.kv_len)), call.counts.tolist()
+            if visited == 0:  # all masked, or no tokens
                 continue
+            cell = Cell(call.layer.component, call.layer.path, length_bin(kv_len, self._tile[1]), self._level(call.t))
+            counts, before = [visited, *skipped, visited * kv_len], self._found.get(cell)
             self._found[cell] = counts if before is None else [a + b for a, b in zip(before, counts, strict=True)]
+
+    def _level(self, given: Level | None) -> float | None:
+        """Of a cell: float32, as `is_dense` compares it. None also for NaN and infinity, which a device may say."""
+        t = None if given is None else float(given)
+        if t is None or not math.isfinite(t):
+            return None
+        if t not in self.levels and len(self.levels) >= _MOST_LEVELS:
+            t = float32(math.ceil(1000 * min(max(t, 0.0), 1.0) - 1e-4) / 1000)  # 1e-4: float32(.9) stays .9
+        self.levels.add(t)
+        return t
+
+
+def length_bin(kv_len: int, tile_k: int) -> int:
+    """The number of the bin of lengths that share a curve: one key tile each up to 20 tiles, then 5 % each.
+
+    So prompts of any length make few curves: 20 up to 2,560 keys, 111 up to 240,000. A curve is one at the mean of its lengths: one length
+    alone stays what it is, and of several the mean share is right, as shares grow with the logarithm of the length.
+    """
+    tiles = kv_len / tile_k
+    return math.ceil(tiles if tiles <= 20 else 20 + 20 * math.log(tiles / 20))
+
+
+def _operands(
+    config: SkipConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | list[str]:
+    """query, key, value, key mask and query mask of an SDPA call for the operator; or why serving keeps the call."""
+    reasons = reasons_of_call(query, key, value, attn_mask, dropout_p, enable_gqa)
+    if reasons:
+        return reasons
+    masks = split_mask(attn_mask)
+    if masks is None:
+        assert attn_mask is not None
+        return [REASONS["general mask"].format(shape=list(attn_mask.shape))]
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    problem = problem_of(query, key, value, masks[0], masks[1] is not None, is_causal, config.tile_order)
+    chosen = choose(problem._replace(lambda_on_host=False), config.implementation)  # what takes it there counts no tiles
+    return chosen if isinstance(chosen, list) else (query, key, value, *masks)
 
 
 def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None] | None:

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from skip_attn_compile.files import check_writable
 from skip_attn_compile.fit import Fit
 from skip_attn_compile.measurement import Measurement
+from skip_attn_compile.timestep import is_dense
 
 
 def draw(measurement: Measurement, path: str | os.PathLike[str], target_sparsity: float | None = None, gate: float = 0.0) -> None:
@@ -38,20 +39,20 @@ def figure(measurement: Measurement, target_sparsity: float | None = None, gate:
     tall = max((len(measurement.layers(component)) for component in components), default=1)
     page = Figure(figsize=(13, len(components) * max(4.0, 1.5 + 0.2 * tall)), layout="constrained")
     for row, component in enumerate(components):
-        up_to = measurement.level_left(component, gate)
-        reach = measurement.fit(component, up_to=up_to).reach
+        cutoff = measurement.cutoff_left(component, gate)
+        reach = measurement.fit(component, cutoff=cutoff).reach
         target = reach / 2 if target_sparsity is None else target_sparsity
-        fitted = measurement.fit(component, target=target, up_to=up_to)
+        fitted = measurement.fit(component, target=target, cutoff=cutoff)
         left, right = (page.add_subplot(len(components), 2, 2 * row + column) for column in (1, 2))
-        _draw_curve(left, measurement, component, fitted, target, up_to)
+        _draw_curve(left, measurement, component, fitted, target, cutoff)
         _draw_layers(right, measurement, component, fitted, target, gate)
     return page
 
 
-def _draw_curve(axes: Axes, measurement: Measurement, component: str, fitted: Fit, target: float, up_to: float | None) -> None:
+def _draw_curve(axes: Axes, measurement: Measurement, component: str, fitted: Fit, target: float, cutoff: float) -> None:
     """The skipped share against lambda * L, which is where one curve serves all lengths."""
     for held_out in (False, True):
-        for number, points in enumerate(measurement.curves(component, up_to=up_to, held_out=held_out)):
+        for number, points in enumerate(measurement.curves(component, cutoff=cutoff, held_out=held_out)):
             label = f"{points.kv_len:,} keys{', held out' * held_out}"
             style: dict[str, Any] = {"color": f"C{number % 10}", "markerfacecolor": "none" if held_out else None, "label": label}
             axes.semilogx([t * points.kv_len for t in points.thresholds], [100 * s for s in points.shares], "o", ms=4, **style)
@@ -75,7 +76,7 @@ def _draw_layers(axes: Axes, measurement: Measurement, component: str, fitted: F
     levels = sorted({t for _, t in shares}, key=lambda t: math.inf if t is None else -t)
     image = np.array([[100 * shares.get((layer, t), math.nan) for t in levels] for layer in layers])
     shown = axes.imshow(image, aspect="auto", cmap="viridis", vmin=0, vmax=max(10.0, float(np.nanmax(image))), interpolation="nearest")
-    dense = sum(t is not None and bool(gate) and t > gate for t in levels)
+    dense = sum(t is not None and bool(is_dense(t, gate)) for t in levels)
     if dense:
         axes.axvspan(-0.5, dense - 0.5, facecolor="none", edgecolor="white", hatch="//", label="dense by the gate")
     every = max(1, len(levels) // 12)

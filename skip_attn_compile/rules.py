@@ -3,8 +3,10 @@
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from skip_attn_compile import kernels
 from skip_attn_compile.config import Calibration, SkipConfig
@@ -124,40 +126,47 @@ def _reasons_to_keep(site: AttentionSite, config: SkipConfig) -> tuple[list[str]
     unknown_mask = site.arguments["attn_mask"] is not None and site.mask is None
     if query is None or key is None or value is None or site.dtype is None or unknown_mask:
         return [REASONS["unknown shapes"]], []
-    shapes = ", ".join(str(list(t.shape)) for t in (query, key, value))
-    if not query.dim() == key.dim() == value.dim() == 4:
-        return [REASONS["rank"].format(shapes=shapes)], []
     computed = [name for name in ("dropout_p", "is_causal", "enable_gqa") if isinstance(site.arguments[name], torch.fx.Node)]
     reasons = [REASONS["not constant"].format(argument=name) for name in computed]
     if site.nested:
         reasons.append(REASONS["nested"])
-    if any(t.requires_grad for t in (query, key, value, site.mask) if t is not None):
-        reasons.append(REASONS["gradient"])
-    dropout_p = site.arguments["dropout_p"]
-    if isinstance(dropout_p, float | int) and dropout_p != 0:
-        reasons.append(REASONS["dropout"].format(dropout_p=dropout_p))
+    reasons += reasons_of_call(query, key, value, site.mask, site.arguments["dropout_p"], site.arguments["enable_gqa"])
     if isinstance(site.kv_len, int) and site.kv_len < config.min_kv_len:
         reasons.append(REASONS["short kv"].format(kv_len=site.kv_len, min_kv_len=config.min_kv_len))
-    reasons += _shape_reasons(site, shapes)
     return reasons, _implementation(site, config)
 
 
-def _shape_reasons(site: AttentionSite, shapes: str) -> list[str]:
-    query, key, value = site.query, site.key, site.value
-    assert query is not None and key is not None and value is not None
+def reasons_of_call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: Any, enable_gqa: Any) -> list[str]:
+    """Why no SDPA call of these tensors and flags can skip. Tensors may be fake; of flags that are nodes of a graph nothing is known."""
+    shapes = ", ".join(str(list(t.shape)) for t in (query, key, value))
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return [REASONS["rank"].format(shapes=shapes)]
+    reasons = []
+    if any(t.requires_grad for t in (query, key, value, mask) if t is not None):
+        reasons.append(REASONS["gradient"])
+    if isinstance(dropout_p, float | int) and dropout_p != 0:
+        reasons.append(REASONS["dropout"].format(dropout_p=dropout_p))
     (batch, heads), (kv_batch, kv_heads) = query.shape[:2], key.shape[:2]
     if not isinstance(heads, int) or not isinstance(kv_heads, int):
-        return [REASONS["symbolic"].format(what="the number of heads")]
-    if not same_size(batch, kv_batch) or not same_size(kv_batch, value.shape[0]) or kv_heads != value.shape[1] or heads % kv_heads:
-        return [REASONS["shapes"].format(shapes=shapes)]
-    if heads != kv_heads and site.arguments["enable_gqa"] is not True:
-        return [REASONS["gqa"].format(heads=heads, kv_heads=kv_heads)]
-    return []
+        reasons.append(REASONS["symbolic"].format(what="the number of heads"))
+    elif (
+        not same_size(batch, kv_batch)
+        or not same_size(kv_batch, value.shape[0])
+        or kv_heads != value.shape[1]
+        or not kv_heads
+        or heads % kv_heads
+    ):
+        reasons.append(REASONS["shapes"].format(shapes=shapes))
+    elif heads != kv_heads and enable_gqa is not True:
+        reasons.append(REASONS["gqa"].format(heads=heads, kv_heads=kv_heads))
+    return reasons
 
 
 def _implementation(site: AttentionSite, config: SkipConfig) -> kernels.Implementation | list[str]:
     query, key, value = site.query, site.key, site.value
     assert query is not None and key is not None and value is not None and site.dtype is not None
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return []
     if not isinstance(query.shape[3], int) or not isinstance(value.shape[3], int):
         return [REASONS["symbolic"].format(what="head_dim")]
     if site.mask is not None and site.key_mask is None and site.query_mask is None:

@@ -20,13 +20,11 @@ from torch import Tensor
 from skip_attn_compile.calibrate import items_of, models_of, warn_of_unmatched
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.frontier import LayerError, Point, Sensitivity, StepError, root_mean
-from skip_attn_compile.gate import Gate
 from skip_attn_compile.kernels import implementations
 from skip_attn_compile.layers import LayerName
 from skip_attn_compile.pipeline import Configs, configs_of
 from skip_attn_compile.progress import progress as show_progress
 from skip_attn_compile.schedule import cutoff_for_dense_steps, dense_steps
-from skip_attn_compile.settings import Settings
 from skip_attn_compile.timestep import is_dense
 from skip_attn_compile.trial import Difference, Tally, Trial, stronger, tensors
 from skip_attn_compile.validate import check_cutoff, is_finite
@@ -84,16 +82,10 @@ def sensitivity(
             f"sensitivity needs an implementation that counts the tiles it skips, got {', '.join(uncounted)}, which counts none;"
             " measure with implementation='auto', and apply what is found to your config with found.config(config)"
         )
-    gate = Gate(Settings(SkipConfig(threshold=0.0, disabled_until_timestep=1.0), warns=False))  # reads t, decides nothing
-    trial = Trial(models, configs, gate)
-    runs = _Runs(trial, run, todo, peak)
-    for model in models.values():
-        gate.attach(model, None, schedule)
+    trial = Trial(models, configs, schedule)
     try:
-        return _explore(runs, configs, psnr, alone, gates, attention_share, progress)
+        return _explore(_Runs(trial, run, todo, peak), configs, psnr, alone, gates, attention_share, progress)
     finally:
-        for model in models.values():
-            gate.detach(model)
         for reason, calls in trial.kept.items():
             log.warning("%d attention calls were left as they are: %s", calls, reason)
 

@@ -12,15 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skip_attn_compile import kernels
+from skip_attn_compile.calls import Schedule
 from skip_attn_compile.config import SkipConfig
-from skip_attn_compile.gate import Gate
 from skip_attn_compile.layers import LayerName
 from skip_attn_compile.observe import Watcher, kv_lens
-from skip_attn_compile.ops import attention, problem_of
+from skip_attn_compile.ops import attention
 from skip_attn_compile.rules import policy
 from skip_attn_compile.timestep import is_dense
 
@@ -42,9 +40,9 @@ class Tally:
 class Trial(Watcher):
     """`sparse` layers skip, in calls that neither their config's gate nor `cutoff` keeps dense; all others run as they are."""
 
-    def __init__(self, models: Mapping[str, nn.Module], configs: Mapping[str, SkipConfig], gate: Gate) -> None:
-        super().__init__(models, self._runs, gate)
-        self._models, self._configs = models, configs
+    def __init__(self, models: Mapping[str, nn.Module], configs: Mapping[str, SkipConfig], schedule: Schedule | None) -> None:
+        super().__init__(models, self._config_to_run, schedule)
+        self._configs = configs
         self._policies = {name: policy(configs[name.component], name) for name in self.modules if name.component in configs}
         self._blocks = {layer: _block(self.modules, layer) for layer in self._policies}
         self._repeats_itself: dict[nn.Module, bool] = {}
@@ -60,7 +58,6 @@ class Trial(Watcher):
     def attend(
         self,
         layer: LayerName,
-        repeat: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -70,18 +67,11 @@ class Trial(Watcher):
         scale: float | None,
     ) -> Tensor:
         config, level = self._configs[layer.component], self._gate.running_level()
-        order, implementation = config.tile_order, config.implementation
-        problem = problem_of(query, key, value, key_mask, query_mask is not None, is_causal, order)
-        served = kernels.choose(problem._replace(lambda_on_host=False), implementation)  # what takes it there counts no tiles
-        if isinstance(served, list):
-            self.kept["; ".join(served)] += 1
-            mask = key_mask if key_mask is None or query_mask is None else key_mask & query_mask
-            grouped = query.shape[1] != key.shape[1]
-            return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
         cutoff = stronger(config.disabled_until_timestep, self.cutoff)
         gated = cutoff > 0 and (level is None or bool(is_dense(level, cutoff)))
         c0, c1 = (0.0, 0.0) if gated else self._policies[layer].control
         keys = torch.as_tensor(kv_lens(key, key_mask), dtype=torch.float32, device=query.device)
+        order, implementation = config.tile_order, config.implementation
         out, _, counts = attention(query, key, value, c0 + c1 / keys, key_mask, query_mask, is_causal, scale, order, implementation)
         tally = self._attended = self.tallies[layer, None if level is None else float(level)]
         visited, skipped = counts.sum((0, 1)).tolist()
@@ -89,12 +79,12 @@ class Trial(Watcher):
         tally.skipped += skipped
         return out
 
-    def _runs(self, layer: LayerName, kv_len: int) -> bool:
+    def _config_to_run(self, layer: LayerName, kv_len: int) -> SkipConfig | None:
         if layer not in self._policies or self._policies[layer].reasons or kv_len < self._configs[layer.component].min_kv_len:
-            return False
+            return None
         if not self._comparing:
             self._met[layer] = None
-        return layer in self.sparse
+        return self._configs[layer.component] if layer in self.sparse else None
 
     @contextmanager
     def running(self, *, compare_blocks: bool = False) -> Iterator[None]:

@@ -141,8 +141,8 @@ def test_all_reasons_of_a_call() -> None:
         "inside a nested graph (checkpoint, cond, ...)",
         "an input requires grad, and skip-softmax attention has no backward",
         "dropout_p is 0.25, must be 0",
-        "short: 512 keys < min_kv_len 513",
         "4 query heads over 2 key heads without enable_gqa",
+        "short: 512 keys < min_kv_len 513",
         "mask [1, 1, 512, 512] is not a key mask [batch|1, 1, 1, keys], nor one and-ed with a query mask [batch|1, 1, queries, 1]",
     )
 

@@ -12,12 +12,10 @@ from test_sm90 import SCALE, exact_inputs, tolerance
 from torch import Tensor, nn
 
 from skip_attn_compile import SkipConfig, kernels, ops
-from skip_attn_compile.gate import Gate
 from skip_attn_compile.kernels import Implementation, Problem, sm90, triton
 from skip_attn_compile.measure import measure
 from skip_attn_compile.observe import Observer
 from skip_attn_compile.reference import reference_attention
-from skip_attn_compile.settings import Settings
 
 ORDERS = ("ascending", "own_first")
 LAMBDAS = [0.0, *(math.exp(-0.5 * n - 0.25) for n in range(29, -1, -1)), 1.0]
@@ -168,8 +166,8 @@ def test_a_measured_model_does_not_wait_for_the_device(masked: bool) -> None:
     query, key, value = exact_inputs(2, 4, 2, 512, 1024, 128, torch.bfloat16)
     mask = (torch.arange(1024, device="cuda") < 600).view(1, 1, 1, 1024) if masked else None
     model = Attention()
-    gate = Gate(Settings(SkipConfig(threshold=0.0, disabled_until_timestep=1.0), warns=False))
-    observer = Observer({"": model}, lambda layer, kv_len: True, LAMBDAS, "own_first", (64, 128), gate)
+    config = SkipConfig(threshold=0.0, tile_order="own_first")
+    observer = Observer({"": model}, lambda layer, kv_len: config, None, LAMBDAS, "own_first", (64, 128))
     with torch.no_grad(), observer.watching():
         model(query, key, value, mask)  # the first call of a kind may compile
         (first,) = observer.take().values()
@@ -179,6 +177,6 @@ def test_a_measured_model_does_not_wait_for_the_device(masked: bool) -> None:
                 model(query, key, value, mask)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    (cell,), (counts,) = zip(*observer.take().items(), strict=True)
-    assert cell.kv_len == (600 if masked else 1024)
+    (counts,) = observer.take().values()
+    assert counts[-1] == counts[0] * (600 if masked else 1024)
     assert counts == [3 * count for count in first]
