@@ -1,7 +1,7 @@
 """What `skip-attn` does.
 
     skip-attn calibrate my_script.py:build --target 0.5 --out transformer/config.json --picture curves.png
-    skip-attn sensitivity my_script.py:build --config transformer/config.json --psnr 30
+    skip-attn sensitivity my_script.py:build --config transformer/config.json --psnr 30 --out served/config.json
     skip-attn show state.json --target 0.5
 
 my_script.py:build is a function without arguments that returns (pipe_or_model, run) or (pipe_or_model, run, items), as `calibrate` takes
@@ -21,12 +21,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from skip_attn_compile.calibrate import calibrate as run_calibration
 from skip_attn_compile.calibrate import models_of
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.files import check_writable, write_whole
+from skip_attn_compile.frontier import Sensitivity
 from skip_attn_compile.json_values import load
 from skip_attn_compile.measurement import Measurement
 from skip_attn_compile.picture import check_picture, draw
@@ -38,7 +40,11 @@ Script = Annotated[str, typer.Argument(help="PATH.py:FUNCTION; the function retu
 Target = Annotated[float | None, typer.Option(min=0, max=1, help="share of the tiles to skip")]
 Gate = Annotated[float, typer.Option(min=0, max=1, help="disabled_until_timestep: calls at noise levels above it are dense; 0 is no gate")]
 Out = Annotated[Path | None, typer.Option(help="config.json to write the curve into; for a pipeline, its folder")]
+Include = Annotated[list[str] | None, typer.Option(help="pattern of layers to measure; may be repeated")]
+Ignore = Annotated[list[str] | None, typer.Option(help="pattern of layers to leave dense; may be repeated")]
 Picture = Annotated[Path | None, typer.Option(help="where to draw points, curve and range, and shares by layer and step")]
+
+_NO_INCLUDE = "--out cannot be used with --include, which a config.json has no place for; use --ignore"
 
 
 @app.command()
@@ -51,15 +57,13 @@ def calibrate(
     state: Annotated[Path | None, typer.Option(help="file that keeps what was measured; a run that was stopped goes on from it")] = None,
     tile_order: Annotated[str, typer.Option(help="ascending, or own_first; other servers are ascending")] = "ascending",
     tile_q: Annotated[int, typer.Option(help="rows of a tile: 64 as we serve, 128 as ModelOpt and TensorRT-LLM do")] = 64,
-    include: Annotated[list[str] | None, typer.Option(help="pattern of layers to measure; may be repeated")] = None,
-    ignore: Annotated[list[str] | None, typer.Option(help="pattern of layers to leave dense; may be repeated")] = None,
+    include: Include = None,
+    ignore: Ignore = None,
     min_kv_len: Annotated[int, typer.Option(help="calls with fewer keys stay dense")] = 1024,
 ) -> None:
     """Measure a model, show the curve, and write it where other tools find it."""
-    if out is not None and target is None:
-        raise typer.BadParameter("--out needs --target: a curve is fitted near the share that it is for")
-    if include and target is not None:
-        raise typer.BadParameter("--target cannot be written with --include, which a config.json has no place for; use --ignore")
+    included = tuple(include or ("*",))
+    _check_out(out, target, included)
     pipe_or_model, run, items = _build(script)
     with _told():
         _check_places(list(models_of(pipe_or_model, "calibrate")[0]), out, picture)
@@ -69,7 +73,7 @@ def calibrate(
             items,
             tile_order=tile_order,
             tile=(tile_q, 128),
-            include=tuple(include or ("*",)),
+            include=included,
             ignore=tuple(ignore or ()),
             min_kv_len=min_kv_len,
             state=state,
@@ -93,10 +97,9 @@ def show(
     picture: Picture = None,
 ) -> None:
     """The curve of a measurement that was made before, at any target."""
-    if out is not None and target is None:
-        raise typer.BadParameter("--out needs --target: a curve is fitted near the share that it is for")
     with _told():
         found = Measurement.load(measurement)
+        _check_out(out, target, found.setup.include)
         _check_places(found.components, out, picture)
         _hand_out(found, target, gate, out, picture)
 
@@ -106,23 +109,37 @@ def sensitivity(
     script: Script,
     config: Annotated[Path | None, typer.Option(help="a config.json with a curve, or a pipeline's folder")] = None,
     threshold: Annotated[float | None, typer.Option(help="lambda, instead of the config's target")] = None,
-    psnr: Annotated[float, typer.Option(help="the budget: dB against the dense run, of every item")] = 30.0,
+    psnr: Annotated[float, typer.Option(help="the least that every item must keep, in dB against the dense run")] = 30.0,
     peak: Annotated[float | None, typer.Option(help="largest minus smallest value of the output; by default the dense run's")] = None,
     alone: Annotated[bool, typer.Option(help="one run for each layer, for its error in the final output")] = True,
     attention_share: Annotated[float, typer.Option(help="of the time of a dense run, for the speed-up of the whole")] = 1.0,
     tile_order: Annotated[str | None, typer.Option(help="ascending or own_first; by default the curve's")] = None,
+    gate: Annotated[float | None, typer.Option(min=0, max=1, help="disabled_until_timestep; by default the config's")] = None,
+    include: Include = None,
+    ignore: Ignore = None,
     min_kv_len: Annotated[int, typer.Option(help="calls with fewer keys stay dense")] = 1024,
+    out: Annotated[Path | None, typer.Option(help="config.json to write curve and proposal into; for a pipeline, its folder")] = None,
 ) -> None:
     """Which layers and steps to leave dense for a quality budget."""
     if config is None and threshold is None:
         raise typer.BadParameter("give --config, --threshold or both: errors are those of an operating point")
+    if out is not None and (config is None or threshold is not None or tile_order is not None):
+        raise typer.BadParameter("--out needs --config, and takes no --threshold or --tile-order: a config.json holds a curve and a target")
+    if out is not None and include:
+        raise typer.BadParameter(_NO_INCLUDE)
     pipe_or_model, run, items = _build(script)
-    given = {"threshold": threshold, "tile_order": tile_order, "min_kv_len": min_kv_len}
+    given = {"threshold": threshold, "tile_order": tile_order, "disabled_until_timestep": gate, "min_kv_len": min_kv_len}
+    given |= {"include": include or None, "ignore": ignore or None}
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     with _told():
         point = SkipConfig(**fields) if config is None else SkipConfig.from_checkpoint(config, **fields)
-        budget: dict[str, Any] = {"psnr": psnr, "peak": peak, "alone": alone, "attention_share": attention_share}
-        print(run_sensitivity(pipe_or_model, run, items, config=point, **budget))
+        _check_places(list(models_of(pipe_or_model, "sensitivity")[0]), out, None)
+        options: dict[str, Any] = {"psnr": psnr, "peak": peak, "alone": alone, "attention_share": attention_share}
+        found = run_sensitivity(pipe_or_model, run, items, config=point, **options)
+        print(found)
+        if out is not None:
+            assert config is not None
+            _hand_on(found, config, out)
 
 
 def _build(script: str) -> tuple[Any, Any, Any]:
@@ -155,6 +172,13 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
     return True
 
 
+def _check_out(out: Path | None, target: float | None, include: tuple[str, ...]) -> None:
+    if out is not None and target is None:
+        raise typer.BadParameter("--out needs --target: a curve is fitted near the share that it is for")
+    if out is not None and include != ("*",):
+        raise typer.BadParameter(_NO_INCLUDE)
+
+
 def _check_places(components: list[str], out: Path | None, picture: Path | None) -> None:
     """Before anything is run: ValueError where the results could not be written."""
     for component in components if out is not None else ():
@@ -171,18 +195,36 @@ def _place(out: Path | None, component: str) -> Path:
 
 def _hand_out(measurement: Measurement, target: float | None, gate: float, out: Path | None, picture: Path | None) -> None:
     print(measurement)
-    if target is not None:
+    if target is not None and measurement.setup.include != ("*",):  # which a config.json has no place for
+        print(f"\n{measurement.config(target, disabled_until_timestep=gate)}")
+    elif target is not None:
         written = measurement.to_checkpoint(target, disabled_until_timestep=gate)
         for component, entry in written.items():
             if out is None:
                 print(f"\n{component or 'model'}, for {target:.0%}\n{json.dumps(entry)}")
                 continue
-            path = _place(out, component)
-            write_whole(path, json.dumps(_existing(path) | entry, indent=2) + "\n")
-            print(f"wrote {path}")
+            _write(out, component, entry)
     if picture is not None:
         draw(measurement, picture, target, gate)
         print(f"drew {picture}")
+
+
+def _hand_on(found: Sensitivity, source: Path, out: Path) -> None:
+    """The config that was measured, with the proposal; beside it stays what else `source` says."""
+    proposed = found.config()
+    folder = source.parent if source.name == "model_index.json" else source
+    by_component = (folder / "model_index.json").is_file()
+    for component, config in ({"": proposed} if isinstance(proposed, SkipConfig) else proposed).items():
+        if config.calibration is None:
+            print(f"{component} has no curve and stays as it is")
+            continue
+        _write(out, component, config.to_checkpoint(folder / component if by_component else source))
+
+
+def _write(out: Path, component: str, entry: dict[str, Any]) -> None:
+    path = _place(out, component)
+    write_whole(path, json.dumps(_existing(path) | entry, indent=2) + "\n")
+    print(f"wrote {path}")
 
 
 def _existing(path: Path) -> dict[str, Any]:
@@ -199,7 +241,9 @@ def _told() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent != Path(__file__).parent:
+        frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        raised = next(name for name in reversed(frames) if name != torch.__file__)  # where torch._check_value is
+        if not Path(raised).is_relative_to(Path(__file__).parent):
             raise
         print(f"skip-attn: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

@@ -45,7 +45,10 @@ class StepError:
 
 @dataclass(frozen=True)
 class Point:
-    """One real run of all items: these layers dense, this gate. psnr: of the worst item. share: skipped, of the tiles of all layers."""
+    """One real run of all items: these layers dense, this gate, and where a config's own is stronger, that.
+
+    share: skipped, of the tiles of all layers. psnr: of the worst item.
+    """
 
     ignore: tuple[LayerName, ...]
     disabled_until_timestep: float
@@ -57,18 +60,22 @@ class Point:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """layers, steps: errors, by layer and noise level. points: what was run, in order. proposal: the fastest that keeps `budget`, in dB.
+    """layers, steps: errors, by layer and noise level. points: what was run, in order, the dense run first. psnr: what to keep, in dB.
 
-    `str()` shows all of it, `to_dict()` gives it to programs, `config()` applies it.
+    `str()` shows all of it with the proposal, `to_dict()` gives it to programs, `config()` applies it.
     """
 
     layers: tuple[LayerError, ...]
     steps: tuple[StepError, ...]
     points: tuple[Point, ...]
-    proposal: Point
-    budget: float
+    psnr: float
     attention_share: float
     configs: Mapping[str, SkipConfig]
+
+    @property
+    def proposal(self) -> Point:
+        """Of the points that keep `psnr`, as the dense run always does, the one that skips most."""
+        return max((point for point in self.points if point.psnr >= self.psnr), key=lambda point: point.share)
 
     @property
     def ignore(self) -> tuple[str, ...]:
@@ -103,12 +110,13 @@ class Sensitivity:
         return found[""] if single else found
 
     def to_dict(self) -> dict[str, Any]:
+        """For strict JSON: None stands for what is not finite, as the PSNR of a run that equals the dense one."""
         return {
-            "layers": [{**dataclasses.asdict(row), "layer": row.layer.full} for row in self.layers],
-            "steps": [dataclasses.asdict(step) for step in self.steps],
+            "layers": [{**_fields(row), "layer": row.layer.full} for row in self.layers],
+            "steps": [_fields(step) for step in self.steps],
             "points": [_point(point) for point in self.points],
             "proposal": _point(self.proposal),
-            "budget": self.budget,
+            "psnr": self.psnr,
             "attention_share": self.attention_share,
         }
 
@@ -123,21 +131,28 @@ class Sensitivity:
             lines += [*table([("noise level t", "block error", "skipped"), *steps]), ""]
         what = "attention's" if self.attention_share == 1 else "the run's"
         points = [("speed-up", "skipped", "PSNR", "dense layers", "disabled_until_timestep")]
-        points += [
-            (f"{p.speedup:.2f}", f"{p.share:.1%}", _decibel(p.psnr), str(len(p.ignore)), f"{p.disabled_until_timestep:g}")
-            for p in self.frontier
-        ]
+        points += [(f"{p.speedup:.2f}", f"{p.share:.1%}", _decibel(p.psnr), str(len(p.ignore)), self._gate(p)) for p in self.frontier]
         lines += [*table(points), f"speed-up: {what} FLOP limit, estimated; PSNR: measured, of the worst item", ""]
         best = self.proposal
         if not best.share:
-            return "\n".join([*lines, f"nothing can be skipped within PSNR >= {self.budget:g} dB: lower the threshold or the target"])
-        lines.append(f"for PSNR >= {self.budget:g} dB: disabled_until_timestep={best.disabled_until_timestep:g}, ignore={self.ignore}")
+            return "\n".join([*lines, f"nothing can be skipped within PSNR >= {self.psnr:g} dB: lower the threshold or the target"])
+        lines.append(f"for PSNR >= {self.psnr:g} dB: disabled_until_timestep={self._gate(best)}, ignore={self.ignore}")
         lines.append(f"measured {_decibel(best.psnr)}, {best.share:.1%} skipped; estimated speed-up {best.speedup:.2f} at most")
         return "\n".join(lines)
 
+    def _gate(self, point: Point) -> str:
+        """As `config()` sets it; by component where their own differ."""
+        gates = {name: stronger(config.disabled_until_timestep, point.disabled_until_timestep) for name, config in self.configs.items()}
+        return str(point.disabled_until_timestep if len(set(gates.values())) == 1 else gates)
+
 
 def _point(point: Point) -> dict[str, Any]:
-    return {**dataclasses.asdict(point), "ignore": [layer.full for layer in point.ignore]}
+    return {**_fields(point), "ignore": [layer.full for layer in point.ignore]}
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    values = dataclasses.asdict(record).items()
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values}
 
 
 def root_mean(squares: Sequence[float]) -> float | None:

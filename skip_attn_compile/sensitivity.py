@@ -53,17 +53,16 @@ def sensitivity(
         (tensors, arrays, images, a pipeline's output) is compared with the dense run's; where that is nothing, the model's last output.
         For the final latent, let the pipeline return it: output_type="latent".
     config: a SkipConfig, or for a pipeline a dict by component; `Measurement.config` gives one.
-    psnr: the budget, in dB against the dense run, that every item must keep. peak: largest minus smallest value that an output can have;
+    psnr: the least that every item must keep, in dB against the dense run. peak: largest minus smallest value that an output can have;
         None: what the dense output has.
     alone: run once for each layer with it alone sparse. False: layers are compared by their blocks' errors, which one run gives.
     gates: values of disabled_until_timestep to try; None: those that keep 1/8, 1/4, 3/8 and 1/2 of the steps dense.
     attention_share: of the time of a dense run, that the layers which may skip take. With f of the time in attention and a share s of its
         tiles skipped, the speed-up is at most 1 / (1 - f s / 2): scores are always computed, and are half of attention's work. 1, the
-        default, gives that of attention alone. An H200 reaches 1.17 to 1.26, 1.40 to 1.53 and 1.76 to 1.95 at s = .5, .7 and .9 of its time
-        at lambda 0, by length, where the limit is 1.33, 1.54 and 1.82 (examples/results/h200.json).
+        default, gives that of attention alone. What a GPU reaches of it: README, Speed.
 
     How: a dense run, in which each block is run again with each of its layers alone sparse. A run with each layer alone sparse. Then for
-    each gate, layers become dense in the order of squared error per skipped tile, and bisection finds the fewest that keep the budget. Of
+    each gate, layers become dense in the order of squared error per skipped tile, and bisection finds the fewest that keep `psnr`. Of
     what keeps it, the proposal skips most. In all 2 + layers + gates * log2(layers) runs of every item.
     """
     models, schedule = models_of(pipe_or_model, "sensitivity")
@@ -93,7 +92,7 @@ def sensitivity(
 def _explore(
     runs: "_Runs",
     configs: Mapping[str, SkipConfig],
-    budget: float,
+    psnr: float,
     alone: bool,
     gates: Sequence[float] | None,
     attention_share: float,
@@ -114,24 +113,25 @@ def _explore(
         advance("dense")
         errors = []
         for layer in layers:
-            error, psnr, _ = runs.run((layer,), 0.0) if alone else (None, None, 0)
-            errors.append(LayerError(layer, runs.block_error(layer), error, psnr, *runs.tiles(layer)))
+            error, reached, _ = runs.run((layer,), 0.0) if alone else (None, None, 0)
+            errors.append(LayerError(layer, runs.block_error(layer), error, reached, *runs.tiles(layer)))
             if alone:
                 advance(f"{layer.full} alone")
         order = [row.layer for row in sorted(errors, key=lambda row: -row.cost)]
-        points = [Point(tuple(order), 0.0, 0.0, 1.0, 0.0, math.inf)]  # the dense run
+        own = _weakest_gate(configs)
+        points = [Point(tuple(order), own, 0.0, 1.0, 0.0, math.inf)]  # the dense run
 
         def measure(dense: int, cutoff: float) -> Point:
-            error, psnr, skipped = runs.run(order[dense:], cutoff)
-            share = skipped / runs.visited
-            points.append(Point(tuple(order[:dense]), cutoff, share, 1 / (1 - attention_share * share / 2), error, psnr))
-            advance(f"{dense} layers dense, gate {cutoff:g}: {psnr:.1f} dB")
+            error, reached, skipped = runs.run(order[dense:], cutoff)
+            share, gate = skipped / runs.visited, stronger(own, cutoff)
+            points.append(Point(tuple(order[:dense]), gate, share, 1 / (1 - attention_share * share / 2), error, reached))
+            advance(f"{dense} layers dense, gate {gate:g}: {reached:.1f} dB")
             return points[-1]
 
         expected = lambda dense, cutoff: runs.expected_share(order[dense:], cutoff)
-        proposal = search(len(order), cutoffs, expected, measure, budget) or points[0]
+        search(len(order), cutoffs, expected, measure, psnr)
     steps = tuple(runs.step(level) for level in levels)
-    return Sensitivity(tuple(errors), steps, tuple(points), proposal, budget, attention_share, configs)
+    return Sensitivity(tuple(errors), steps, tuple(points), psnr, attention_share, configs)
 
 
 def search(
@@ -139,26 +139,30 @@ def search(
     cutoffs: Sequence[float],
     expected_share: Callable[[int, float], float],
     measure: Callable[[int, float], Point],
-    budget: float,
-) -> Point | None:
-    """The measured point that keeps the budget and skips most; None where only the dense run does.
+    psnr: float,
+) -> None:
+    """Measure where points lie that keep `psnr` and skip much.
 
     measure, expected_share: (how many of the worst layers are dense, cutoff) -> a real run, and the share it should skip. cutoffs: the
     weakest gate first. Of each gate, bisection finds the fewest dense layers; what would skip less than a point in hand is not run.
     """
-    best = None
+    in_hand = 0.0
     for cutoff in cutoffs:
-        in_hand = best.share if best is not None else 0.0
         high = next((dense for dense in range(layers) if expected_share(dense, cutoff) <= in_hand), layers)
-        low, probe = -1, 0  # `low` breaks the budget, `high` keeps it or is no gain
+        low, probe = -1, 0  # `low` does not keep psnr, `high` does or is no gain
         while high - low > 1:
             point = measure(probe, cutoff)
-            if point.psnr >= budget:
-                high, best = probe, point
+            if point.psnr >= psnr:
+                high, in_hand = probe, max(in_hand, point.share)
             else:
                 low = probe
             probe = (low + high) // 2
-    return best
+
+
+def _weakest_gate(configs: Mapping[str, SkipConfig]) -> float:
+    """Of the configs' own, the one that keeps fewest steps dense; 0 where one has none."""
+    own = [config.disabled_until_timestep for config in configs.values()]
+    return max(own) if all(own) else 0.0
 
 
 def _cutoffs(levels: Sequence[float | None], given: Sequence[float] | None, configs: Mapping[str, SkipConfig]) -> list[float]:
@@ -170,8 +174,7 @@ def _cutoffs(levels: Sequence[float | None], given: Sequence[float] | None, conf
         return [0.0]
     counts = sorted({max(1, round(len(known) * share)) for share in _DENSE_SHARES})
     cutoffs = [cutoff_for_dense_steps(known, n) for n in counts] if given is None else list(given)
-    own = [config.disabled_until_timestep for config in configs.values()]
-    weakest = max(own) if all(own) else 0.0
+    weakest = _weakest_gate(configs)
     dense = {dense_steps(known, stronger(weakest, cutoff)): cutoff for cutoff in reversed(cutoffs)}
     return [0.0] + [cutoff for steps, cutoff in sorted(dense.items()) if steps > dense_steps(known, weakest)]
 

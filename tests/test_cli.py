@@ -9,6 +9,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+import typer
 from matplotlib.figure import Figure
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -16,7 +18,9 @@ from typer.testing import CliRunner
 import calibrate_tiny_wan
 from models import dit, tokens
 from skip_attn_compile import Measurement, SkipConfig, calibrate, cli, picture, timestep
-from skip_attn_compile.commands import app
+from skip_attn_compile.commands import _told, app
+from skip_attn_compile.kernels import flashinfer
+from skip_attn_compile.ops import check_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = """
@@ -110,9 +114,15 @@ def test_a_model_is_calibrated_into_its_config(script: str, tmp_path: Path) -> N
     assert gated.disabled_until_timestep == 0.7
     code, output = call("show", state, "--target", 0.2)
     assert '"sparse_attention_config"' in output
-    code, output = call("sensitivity", f"{script}:build", "--config", out, "--min-kv-len", 0, "--psnr", 20, "--no-alone")
+    served = tmp_path / "served.json"
+    chosen = ("--gate", 0.8, "--ignore", "blocks.2.*", "--out", served)
+    code, output = call("sensitivity", f"{script}:build", "--config", out, "--min-kv-len", 0, "--psnr", 20, "--no-alone", *chosen)
     assert code == 0, output
-    assert "for PSNR >= 20 dB: disabled_until_timestep=0" in output
+    ignored = re.search(r"for PSNR >= 20 dB: disabled_until_timestep=0\.8, ignore=\((.*)\)", output)[1]
+    proposed = SkipConfig.from_checkpoint(served, min_kv_len=0)
+    assert proposed.disabled_until_timestep == 0.8
+    assert proposed.checkpoint_ignore == ("blocks.2.*", *re.findall(r"'(.*?)'", ignored))
+    assert (proposed.calibration, proposed.target_sparsity) == (config.calibration, config.target_sparsity)
 
 
 def test_a_pipeline_is_calibrated_into_its_folder(script: str, tmp_path: Path) -> None:
@@ -123,6 +133,28 @@ def test_a_pipeline_is_calibrated_into_its_folder(script: str, tmp_path: Path) -
         config = SkipConfig.from_checkpoint(tmp_path / "pipe" / component / "config.json")
         assert config.target_sparsity == 0.03
         assert config.checkpoint_ignore == ("*.attn2",)
+    (tmp_path / "pipe" / "model_index.json").write_text('{"transformer": ["diffusers", "X"], "transformer_2": ["diffusers", "X"]}')
+    options = ("--config", tmp_path / "pipe", "--min-kv-len", 0, "--psnr", 200, "--no-alone", "--out", tmp_path / "served")
+    code, output = call("sensitivity", f"{script}:experts", *options)
+    assert code == 0, output
+    for component in ("transformer", "transformer_2"):
+        config = SkipConfig.from_checkpoint(tmp_path / "served" / component / "config.json")
+        assert config.checkpoint_ignore == ("*.attn2", "blocks.0.attn1", "blocks.1.attn1")
+
+
+def test_layers_that_a_config_json_cannot_name_are_measured_and_shown(script: str, tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    included = ("--target", 0.1, "--include", "blocks.1.*")
+    for arguments in (("calibrate", f"{script}:build", *included, "--state", state, *ALL), ("show", state, "--target", 0.1)):
+        code, output = call(*arguments)
+        assert code == 0, output
+        assert "include=('blocks.1.*',)" in output
+    code, output = call("show", state, "--target", 0.1, "--out", tmp_path / "config.json")
+    assert code == 2
+    assert "use --ignore" in output
+    code, output = call("sensitivity", f"{script}:build", "--threshold", 0.1, "--include", "blocks.1.*", "--no-alone", *ALL)
+    assert code == 0, output
+    assert re.findall(r"^blocks\.\d", output, re.MULTILINE) == ["blocks.1"]
 
 
 def test_what_is_refused_is_told_in_a_line(script: str, tmp_path: Path) -> None:
@@ -132,6 +164,8 @@ def test_what_is_refused_is_told_in_a_line(script: str, tmp_path: Path) -> None:
         (("show", tmp_path / "script.py"), "skip-attn: "),
         (("calibrate", f"{script}:build", "--out", "x.json"), "--out needs --target"),
         (("sensitivity", f"{script}:build"), "give --config, --threshold or both"),
+        (("sensitivity", f"{script}:build", "--threshold", "0.1", "--out", "x.json"), "--out needs --config"),
+        (("sensitivity", f"{script}:build", "--config", "c.json", "--out", "x.json", "--include", "*"), "use --ignore"),
         (("calibrate", "nowhere.py:build"), "must be the path of a Python file, a colon and a function"),
         (("calibrate", f"{script}:wrong"), "must return (pipe_or_model, run) or (pipe_or_model, run, items), got 3"),
         (("calibrate", f"{script}:absent"), "must have a function absent that takes no arguments, got None"),
@@ -147,6 +181,18 @@ def test_what_is_refused_is_told_in_a_line(script: str, tmp_path: Path) -> None:
     assert repr(failed.exception) == "ValueError('mine')", "the user's own mistake keeps its traceback"
 
 
+def test_all_that_the_package_refuses_is_told_and_what_others_refuse_is_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    x = torch.ones(2, 1, 4, 64)
+    with pytest.raises(typer.Exit), _told():
+        flashinfer.arguments(x, x, x, torch.tensor([0.1, 0.2]), x, 1.0)
+    assert capsys.readouterr().err.startswith("skip-attn: flashinfer takes one lambda for the whole batch")
+    with pytest.raises(typer.Exit), _told():
+        check_inputs(x, x, x.half(), torch.zeros(()), None, None)
+    assert capsys.readouterr().err.startswith("skip-attn: value must be torch.float32")
+    with pytest.raises(ValueError, match="batch_size"), _told():
+        torch.nn.functional.cross_entropy(torch.ones(2, 3), torch.ones(3, dtype=torch.int64))
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -154,7 +200,7 @@ def test_what_is_refused_is_told_in_a_line(script: str, tmp_path: Path) -> None:
         (("--target", "0.1", "--out", "list.json/config.json"), "out must be a file that can be written"),
         (("--target", "0.1", "--out", "list.json"), "list.json must hold an object, or not exist, got list"),
         (("--target", "0.1", "--out", "bad.json"), "bad.json: cannot be read as JSON"),
-        (("--target", "0.1", "--include", "*.attn1"), "use --ignore"),
+        (("--target", "0.1", "--out", "new.json", "--include", "*.attn1"), "use --ignore"),
         (("--picture", "curves.xyz"), "picture must end in one of .eps"),
         (("--picture", "curves"), "write curves.png"),
         (("--picture", "list.json/curves.png"), "picture must be a file that can be written"),
