@@ -17,6 +17,8 @@ No mask, and left alone: a product of floating-point masks. It is added to the s
 one); and a query mask for a joint attention that has a key mask alone: its padding rows have results, which a model might use.
 """
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +112,23 @@ class MaskReader:
         """Is it written to after it was made, perhaps through a view? Then it need not be what it was made of, nor what was made of it."""
         storage = _storage(node)
         return storage is not None and self._last_write.get(storage, -1) > self._position[node]
+
+
+def per_sample(mask: Tensor) -> bool:
+    """Does each sample have its own number of keys? A key mask [B,1,1,Skv], B > 1, says so."""
+    return mask.dim() == 4 and not is_one(mask.shape[0])
+
+
+def keys_left(call: Callable[..., Any], mask: Any, example: Tensor, keys: Any) -> Any:
+    """L, as lambda is derived from it: how many of `keys` a key mask leaves, [B] if `per_sample`, else []. At least 1: it is divided by.
+
+    call(function, *args): the result, or the node of a graph that makes it. example: the mask, perhaps fake.
+    """
+    taking_part = mask if example.dtype == torch.bool else call(operator.gt, mask, float("-inf"))
+    counted = call(torch.clamp_min, call(torch.sum, taking_part, -1), 1)
+    if is_one(example.shape[-1]):  # one value for all keys
+        counted = call(operator.mul, counted, keys)
+    return call(torch.reshape, counted, [-1] if per_sample(example) else [])
 
 
 def _part(source: Node, dims: Dims, dtype: torch.dtype) -> Part:

@@ -27,6 +27,7 @@ from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.gate import Gate
 from skip_attn_compile.kernels import choose, mask_kind
 from skip_attn_compile.layers import KnownModels, LayerName
+from skip_attn_compile.masks import keys_left
 from skip_attn_compile.measure import measure
 from skip_attn_compile.ops import problem_of
 from skip_attn_compile.rules import REASONS, reasons_of_call
@@ -295,12 +296,10 @@ def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None] | Non
 
 
 def kv_lens(key: Tensor, attn_mask: Tensor | None) -> int | Tensor:
-    """L, as lambda is derived from it: the number of keys; under a key mask of those that take part, [B], or [] for all samples alike."""
+    """L, as lambda is derived from it: the number of keys, or what `keys_left` says under a key mask."""
     if attn_mask is None:
         return key.shape[2]
-    takes_part = attn_mask if attn_mask.dtype == torch.bool else attn_mask > -torch.inf
-    counted = takes_part.expand(*takes_part.shape[:-1], key.shape[2]).sum(-1).clamp_min(1)
-    return counted.reshape(-1 if attn_mask.dim() == 4 and attn_mask.shape[0] > 1 else ())
+    return keys_left(lambda function, *args: function(*args), attn_mask, attn_mask, key.shape[2])
 
 
 def _mean(kv_len: int | Tensor) -> int | Tensor:

@@ -21,9 +21,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from skip_attn_compile.config import SkipConfig
-from skip_attn_compile.masks import Part
+from skip_attn_compile.masks import Part, keys_left, per_sample
 from skip_attn_compile.ops import attention, attention_lambda_on_host
-from skip_attn_compile.sites import AttentionSite, static_size
+from skip_attn_compile.sites import AttentionSite
 
 _EXTRA_ATTRIBUTES = ("_param_name_to_source", "_source_to_user_stacks")
 
@@ -130,8 +130,7 @@ class _Lambdas:
         return site.arguments["attn_mask"], length if isinstance(length, int) else length.node.expr  # type: ignore[union-attr]
 
     def _per_sample(self, site: AttentionSite) -> bool:
-        """Does each sample have its own number of keys? A mask [B,1,1,Skv], B > 1, says so."""
-        return site.mask is not None and site.mask.dim() == 4 and static_size(site.mask.shape[0]) != 1
+        return site.mask is not None and per_sample(site.mask)
 
     def _all_sites(self, site: AttentionSite, length: Any) -> Node:
         call = self._call
@@ -140,7 +139,7 @@ class _Lambdas:
         if site.mask is None:
             lambdas = call(operator.add, c0, call(operator.truediv, c1, size))
         else:
-            keys = self._unmasked_keys(site, size)  # [] or [B]
+            keys = keys_left(call, site.arguments["attn_mask"], site.mask, size)  # [] or [B]
             if self._per_sample(site):
                 c0, c1 = call(torch.unsqueeze, c0, 1), call(torch.unsqueeze, c1, 1)
             lambdas = call(operator.add, c0, call(operator.truediv, c1, keys))
@@ -149,16 +148,6 @@ class _Lambdas:
             above = call(operator.sub, size, self._min_kv_len - 1)
             lambdas = call(operator.mul, lambdas, call(torch.sym_min, call(torch.sym_max, above, 0), 1))
         return lambdas
-
-    def _unmasked_keys(self, site: AttentionSite, size: Any) -> Node:
-        """Keys that take part: [B] for a mask [B,1,1,Skv], else []; at least 1, so that nothing divides by 0."""
-        call, mask = self._call, site.arguments["attn_mask"]
-        assert site.mask is not None
-        taking_part = mask if site.mask.dtype == torch.bool else call(operator.gt, mask, float("-inf"))
-        counted = call(torch.clamp_min, call(torch.sum, taking_part, -1), 1)
-        if static_size(site.mask.shape[-1]) == 1:  # one value for all keys
-            counted = call(operator.mul, counted, size)
-        return call(torch.reshape, counted, [-1] if self._per_sample(site) else [])
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Node:
         return self._graph.call_function(function, args)

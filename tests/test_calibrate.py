@@ -40,6 +40,7 @@ from skip_attn_compile import (
 )
 from skip_attn_compile.fit import MeasuredCurve, fit_curves
 from skip_attn_compile.gate import Gate
+from skip_attn_compile.json_values import MAX_BYTES
 from skip_attn_compile.observe import length_bin
 from skip_attn_compile.ops import problem_of
 from skip_attn_compile.schedule import cutoff_for_dense_steps
@@ -476,6 +477,18 @@ def test_a_state_file_of_an_earlier_version_says_so(tmp_path: Path) -> None:
         Measurement.load(path)
 
 
+def test_a_state_file_may_be_large_and_says_each_thing_once(tmp_path: Path) -> None:
+    """40 layers, 50 steps and ten bins of lengths make 30 MiB."""
+    path, model = tmp_path / "state.json", dit(1)
+    measurement = calibrate(model, lambda: model(tokens()), state=path, **ALL)
+    written = path.read_bytes()
+    path.write_bytes(b" " * MAX_BYTES + written)
+    assert Measurement.load(path) == measurement
+    path.write_bytes(b'{"items": 7, ' + written[1:])
+    with pytest.raises(ValueError, match="items must stand once in its object, got 7 and 1"):
+        Measurement.load(path)
+
+
 def test_a_state_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.json"):
         with pytest.raises(ValueError, match="must be a measurement written by calibrate"):
@@ -612,7 +625,7 @@ def test_memory_does_not_grow_with_the_calls(monkeypatch: pytest.MonkeyPatch) ->
     def loop() -> None:
         for seed in range(4):
             model(tokens(seed=seed))
-            waiting.append(sum(isinstance(x, observe._Call) for x in gc.get_objects()))
+            waiting.append(sum(type(x) is observe._Call for x in gc.get_objects()))
 
     measurement = calibrate(model, loop, **ALL)
     assert max(waiting) < 3, "of eight calls"
