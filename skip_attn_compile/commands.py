@@ -128,9 +128,9 @@ def sensitivity(
     if out is not None and include:
         raise typer.BadParameter(_NO_INCLUDE)
     pipe_or_model, run, items = _build(script)
-    given = {"threshold": threshold, "tile_order": tile_order, "disabled_until_timestep": gate, "min_kv_len": min_kv_len}
+    given: dict[str, Any] = {"threshold": threshold, "disabled_until_timestep": gate, "tile_order": tile_order, "min_kv_len": min_kv_len}
     given |= {"include": include or None, "ignore": ignore or None}
-    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    fields = {name: value for name, value in given.items() if value is not None}
     with _told():
         point = SkipConfig(**fields) if config is None else SkipConfig.from_checkpoint(config, **fields)
         _check_places(list(models_of(pipe_or_model, "sensitivity")[0]), out, None)
@@ -202,8 +202,8 @@ def _hand_out(measurement: Measurement, target: float | None, gate: float, out: 
         for component, entry in written.items():
             if out is None:
                 print(f"\n{component or 'model'}, for {target:.0%}\n{json.dumps(entry)}")
-                continue
-            _write(out, component, entry)
+            else:
+                _write(out, component, entry)
     if picture is not None:
         draw(measurement, picture, target, gate)
         print(f"drew {picture}")
