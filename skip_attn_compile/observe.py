@@ -235,7 +235,7 @@ class Observer(Watcher):
 
     def _level(self, given: Level | None) -> float | None:
         """Of a cell: float32, as `is_dense` compares it. None also for NaN and infinity, which a device may say."""
-        t = None if given is None else float(given)
+        t = None if given is None else float32(float(given))
         if t is None or not math.isfinite(t):
             return None
         if t not in self.levels and len(self.levels) >= _MOST_LEVELS:

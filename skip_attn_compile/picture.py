@@ -19,10 +19,10 @@ from skip_attn_compile.measurement import Measurement
 from skip_attn_compile.timestep import is_dense
 
 
-def draw(measurement: Measurement, path: str | os.PathLike[str], target_sparsity: float | None = None, gate: float = 0.0) -> None:
-    """Write the picture at `target_sparsity` under the gate `gate`; without a target, at half of what can be reached."""
+def draw(measurement: Measurement, path: str | os.PathLike[str], target_sparsity: float | None = None, cutoff: float = 0.0) -> None:
+    """Write the picture at `target_sparsity` under a gate at `cutoff`; without a target, at half of what can be reached."""
     check_picture(path)
-    figure(measurement, target_sparsity, gate).savefig(path, dpi=120)
+    figure(measurement, target_sparsity, cutoff).savefig(path, dpi=120)
 
 
 def check_picture(path: str | os.PathLike[str]) -> None:
@@ -33,19 +33,19 @@ def check_picture(path: str | os.PathLike[str]) -> None:
     check_writable("picture", Path(path))
 
 
-def figure(measurement: Measurement, target_sparsity: float | None = None, gate: float = 0.0) -> Figure:
+def figure(measurement: Measurement, target_sparsity: float | None = None, cutoff: float = 0.0) -> Figure:
     """Two panels in a row for each component. ValueError where the measurement cannot carry a curve."""
     components = measurement.components
     tall = max((len(measurement.layers(component)) for component in components), default=1)
     page = Figure(figsize=(13, len(components) * max(4.0, 1.5 + 0.2 * tall)), layout="constrained")
     for row, component in enumerate(components):
-        cutoff = measurement.cutoff_left(component, gate)
-        reach = measurement.fit(component, cutoff=cutoff).reach
+        cutoff_left = measurement.cutoff_left(component, cutoff)
+        reach = measurement.fit(component, cutoff=cutoff_left).reach
         target = reach / 2 if target_sparsity is None else target_sparsity
-        fitted = measurement.fit(component, target=target, cutoff=cutoff)
+        fitted = measurement.fit(component, target=target, cutoff=cutoff_left)
         left, right = (page.add_subplot(len(components), 2, 2 * row + column) for column in (1, 2))
-        _draw_curve(left, measurement, component, fitted, target, cutoff)
-        _draw_layers(right, measurement, component, fitted, target, gate)
+        _draw_curve(left, measurement, component, fitted, target, cutoff_left)
+        _draw_layers(right, measurement, component, fitted, target, cutoff)
     return page
 
 
@@ -69,14 +69,14 @@ def _draw_curve(axes: Axes, measurement: Measurement, component: str, fitted: Fi
     axes.legend(fontsize=8, loc="upper left")
 
 
-def _draw_layers(axes: Axes, measurement: Measurement, component: str, fitted: Fit, target: float, gate: float) -> None:
+def _draw_layers(axes: Axes, measurement: Measurement, component: str, fitted: Fit, target: float, cutoff: float) -> None:
     """The skipped share at the target, layers down, noise on the left; steps that the gate keeps dense are hatched."""
     shares = measurement.shares(component, fitted.calibration, target)
     layers = measurement.layers(component)
     levels = sorted({t for _, t in shares}, key=lambda t: math.inf if t is None else -t)
     image = np.array([[100 * shares.get((layer, t), math.nan) for t in levels] for layer in layers])
     shown = axes.imshow(image, aspect="auto", cmap="viridis", vmin=0, vmax=max(10.0, float(np.nanmax(image))), interpolation="nearest")
-    dense = sum(t is not None and bool(is_dense(t, gate)) for t in levels)
+    dense = sum(t is not None and bool(is_dense(t, cutoff)) for t in levels)
     if dense:
         axes.axvspan(-0.5, dense - 0.5, facecolor="none", edgecolor="white", hatch="//", label="dense by the gate")
     every = max(1, len(levels) // 12)

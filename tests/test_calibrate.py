@@ -43,6 +43,7 @@ from skip_attn_compile.gate import Gate
 from skip_attn_compile.json_values import MAX_BYTES
 from skip_attn_compile.observe import length_bin
 from skip_attn_compile.ops import problem_of
+from skip_attn_compile.picture import figure
 from skip_attn_compile.schedule import cutoff_for_dense_steps
 from skip_attn_compile.timestep import float32, is_dense
 from tiny_wan.digits import token_table
@@ -710,6 +711,20 @@ def test_a_gate_leaves_the_calls_that_it_leaves_when_it_serves() -> None:
     assert measurement.curves("", cutoff=gate)[0].shares == tuple(sum(c[n] for c in left) / sum(c[0] for c in left) for n in range(1, 33))
     assert measurement.cutoff_left("", gate) == gate
     assert measurement.cutoff_left("", 0.5) == 0.0
+
+
+def test_a_picture_hatches_the_steps_that_serving_keeps_dense() -> None:
+    """float32(.1) is above .1, and not above float32(.1)."""
+    model = dit(1)
+
+    def run() -> None:
+        for t in (0.5, 0.1):
+            with timestep(t):
+                model(tokens())
+
+    measurement = calibrate(model, run, **ALL)
+    hatched = lambda cutoff: [patch.get_width() for patch in figure(measurement, 0.1, cutoff).axes[1].patches]
+    assert (hatched(0.0), hatched(0.1), hatched(0.05)) == ([], [1.0], [2.0])
 
 
 WORDS = torch.tensor([[3, 11, 7, 12]])

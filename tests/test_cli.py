@@ -231,7 +231,7 @@ def test_what_was_measured_is_kept_when_a_target_is_refused(script: str, tmp_pat
 
 def test_the_picture_shows_points_curve_range_and_layers() -> None:
     measurement = measured(3)
-    page = picture.figure(measurement, 0.2, gate=0.5)
+    page = picture.figure(measurement, 0.2, cutoff=0.5)
     assert isinstance(page, Figure)
     left, right = page.axes[:2]
     labels = [text.get_text() for text in left.get_legend().get_texts()]
@@ -256,7 +256,7 @@ def test_a_gate_that_leaves_nothing_of_an_expert_can_be_drawn() -> None:
             model(tokens())
 
     measurement = calibrate(model, run, tile_order="own_first", min_kv_len=0, progress=False)
-    curve = lambda gate: picture.figure(measurement, 0.1, gate).axes[0].get_legend().get_texts()[2].get_text()
+    curve = lambda cutoff: picture.figure(measurement, 0.1, cutoff).axes[0].get_legend().get_texts()[2].get_text()
     assert curve(0.5) == curve(0.0)
 
 
