@@ -72,7 +72,7 @@ def calibrate(
     if state_file is not None:
         check_writable("state", state_file)
         measurement = _resumed(state_file, setup, observer.modules, len(todo)) if state_file.exists() else measurement
-    observer.levels.update(cell.t for cell in (*measurement.fitted, *measurement.held_out))
+    observer.levels.update(cell.t for cell in (*measurement.fitted, *measurement.held_out) if cell.t is not None)
     with show_progress("calibration", len(todo), done=measurement.items, show=progress) as advance:
         first = measurement.items
         for number in range(first, len(todo)):

@@ -193,7 +193,7 @@ class Observer(Watcher):
         self._on_device: dict[torch.device, Tensor] = {}
         self._calls: list[_Call] = []
         self._found: dict[Cell, list[int]] = {}
-        self.levels: set[float | None] = set()  # that are told apart
+        self.levels: set[float] = set()  # that are told apart
 
     def attend(
         self,
