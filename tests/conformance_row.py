@@ -86,12 +86,15 @@ class Row:
         return found
 
 
-def conform(case: Case, way: str, inner: str = "aot_eager", other_size: bool = True) -> Row:
-    """Compile `case` and run it at two thresholds, and at another size too, for `recompiles`."""
+def conform(case: Case, way: str, inner: str = "aot_eager", other_size: bool = True, plain_inner: str | None = None) -> Row:
+    """Compile `case` and run it at two thresholds, and at another size too, for `recompiles`.
+
+    plain_inner: what compiles the plain model, if not `inner`. Graphs, breaks and recompiles are Dynamo's: "eager" has them, too.
+    """
     model, inputs = case.build(), case.draw()
     others = [case.draw(rows=24)] if other_size else []
 
-    counter = CompileCounterWithBackend(inner)
+    counter = CompileCounterWithBackend(plain_inner or inner)
     plain, plain_graphs, plain_breaks, plain_recompiles = _run_and_count(_compiled(model, way, counter), inputs, others, counter)
 
     counter = CompileCounterWithBackend(inner)

@@ -36,7 +36,8 @@ TWO_SIZES = {
 
 @pytest.mark.parametrize(("case", "way"), ROWS, ids=[f"{case}-{way}" for case, way in ROWS])
 def test_model_conforms(case: Case, way: str) -> None:
-    row = conform(case, way, "aot_eager" if way == "full" else "eager", str(case) in TWO_SIZES and way == ways(case)[-1])
+    two_sizes = str(case) in TWO_SIZES and way == ways(case)[-1]
+    row = conform(case, way, "aot_eager" if way == "full" else "eager", two_sizes, plain_inner="eager")  # a third of the time less
     assert row.faults == []
 
 
