@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from skip_attn_compile.config import TILE_ORDERS
-from skip_attn_compile.ops import attention, check_inputs
+from skip_attn_compile.operands import check_inputs
+from skip_attn_compile.ops import attention
 from skip_attn_compile.validate import is_finite
 
 

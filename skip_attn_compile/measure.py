@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from skip_attn_compile.ops import check_inputs, output_stride, problem_of, start
+from skip_attn_compile.operands import check_inputs
+from skip_attn_compile.ops import output_stride, problem_of, start
 
 if TYPE_CHECKING:
     from skip_attn_compile.kernels import Implementation

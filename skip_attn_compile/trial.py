@@ -1,6 +1,6 @@
 """Running a model eagerly with some of its layers sparse, by the operator that serves, at the operating point of a config.
 
-As `observe.py` does it, through a torch function mode: any set of layers and any gate can be tried without compiling anything.
+As `watch.py` sees it, through a torch function mode: any set of layers and any gate can be tried without compiling anything.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from skip_attn_compile.calls import Schedule
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.layers import LayerName
-from skip_attn_compile.observe import Watcher, kv_lens
 from skip_attn_compile.ops import attention
 from skip_attn_compile.rules import policy
 from skip_attn_compile.timestep import is_dense
+from skip_attn_compile.watch import Watcher, kv_lens
 
 _REPEATS = 1e-3  # relative error below which a block, run again on its inputs, gives what it gave: else it changes them, or has a state
 

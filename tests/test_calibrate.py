@@ -37,6 +37,7 @@ from skip_attn_compile import (
     observe,
     sensitivity,
     timestep,
+    watch,
 )
 from skip_attn_compile.fit import MeasuredCurve, fit_curves
 from skip_attn_compile.gate import Gate
@@ -264,7 +265,7 @@ def test_what_no_implementation_would_serve_is_not_measured(monkeypatch: pytest.
         calibrate(model, lambda: model(tokens()), **ALL)
     old = {"device_type": "cuda", "capability": (7, 5)}
     monkeypatch.undo()
-    monkeypatch.setattr(observe, "problem_of", lambda *call: problem_of(*call)._replace(**old))
+    monkeypatch.setattr(watch, "problem_of", lambda *call: problem_of(*call)._replace(**old))
     with pytest.raises(ValueError, match="reference serves cuda only when asked for by name$"):
         calibrate(model, lambda: model(tokens()), **ALL)
 

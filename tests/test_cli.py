@@ -20,7 +20,7 @@ from models import dit, tokens
 from skip_attn_compile import Measurement, SkipConfig, calibrate, cli, picture, timestep
 from skip_attn_compile.commands import _told, app
 from skip_attn_compile.kernels import flashinfer
-from skip_attn_compile.ops import check_inputs
+from skip_attn_compile.operands import check_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = """

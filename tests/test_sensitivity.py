@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from models import Dit, dit, reference_sdpa, skip_config, tokens
 from pipelines import run as run_pipeline
 from pipelines import wan22
-from skip_attn_compile import Calibration, SkipConfig, backend, observe, sensitivity, timestep
+from skip_attn_compile import Calibration, SkipConfig, backend, sensitivity, timestep, watch
 from skip_attn_compile.frontier import Point, Sensitivity
 from skip_attn_compile.layers import LayerName
 from skip_attn_compile.ops import problem_of
@@ -139,7 +139,7 @@ def test_what_the_configured_implementation_does_not_take_is_kept_as_in_serving(
 def test_what_only_the_slow_reference_would_take_on_a_gpu_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator itself would run it, and what it skips would count as speed-up."""
     old = {"device_type": "cuda", "capability": (7, 5)}
-    monkeypatch.setattr(observe, "problem_of", lambda *call: problem_of(*call)._replace(**old))
+    monkeypatch.setattr(watch, "problem_of", lambda *call: problem_of(*call)._replace(**old))
     model = dit(1)
     with pytest.raises(ValueError, match="no attention call that may skip, for this reason: .*reference serves cuda only when asked"):
         sensitivity(model, lambda: model(tokens()), **ALL)

@@ -34,7 +34,8 @@ def run(
     """Shapes as in `ops.py`, threshold on the CPU; asynchronous, on the current stream."""
     from flashinfer.attention.cute_dsl import cute_dsl_fmha_ragged_prefill
 
-    attend(cute_dsl_fmha_ragged_prefill, query, key, value, threshold, results, scale)
+    with torch.cuda.device(query.device):
+        attend(cute_dsl_fmha_ragged_prefill, query, key, value, threshold, results, scale)
 
 
 def attend(
@@ -62,12 +63,11 @@ def arguments(query: Tensor, key: Tensor, value: Tensor, threshold: Tensor, out:
     if len(lambdas) > 1:
         raise ValueError(f"flashinfer takes one lambda for the whole batch, got {sorted(lambdas)}; call it once for each")
     (threshold_of_all,) = lambdas
-    packed_out = _packed(out)
     return {
         "q": _packed(query),
         "k": _packed(key),
         "v": _packed(value),
-        "o": packed_out,
+        "o": _packed(out),
         "qo_indptr": torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=query.device),
         "kv_indptr": torch.arange(0, (batch + 1) * keys, keys, dtype=torch.int32, device=query.device),
         "is_causal": False,

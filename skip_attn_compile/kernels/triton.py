@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from skip_attn_compile.kernels import Implementation, Problem, Results, cuda_capability, mask_kind
-from skip_attn_compile.ops import check_inputs
+from skip_attn_compile.operands import check_inputs
 
 TILE_Q, TILE_K = 64, 128
 MAX_HEAD_DIM = 256
