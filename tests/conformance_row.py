@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,7 @@ class Row:
     graphs: tuple[int, int]
     breaks: tuple[int, int]
     recompiles: tuple[int, int]  # at another resolution and back
-    dense_error: float  # threshold 0 against plain torch.compile
+    dense_error: float  # threshold 0 against plain torch.compile, or against the eager model where that is only counted
     sparse_error: float  # THRESHOLD against `calls`
     effect: float  # of skipping
     padding_error: float  # THRESHOLD with large numbers in place of masked text against THRESHOLD
@@ -86,22 +86,38 @@ class Row:
         return found
 
 
-def conform(case: Case, way: str, inner: str = "aot_eager", other_size: bool = True, plain_inner: str | None = None) -> Row:
-    """Compile `case` and run it at two thresholds, and at another size too, for `recompiles`.
+class Traced(NamedTuple):
+    """What Dynamo did to a model."""
 
-    plain_inner: what compiles the plain model, if not `inner`. Graphs, breaks and recompiles are Dynamo's: "eager" has them, too.
+    graphs: int
+    breaks: int
+    recompiles: int  # at other sizes, and back at the first
+
+
+def trace_plain(case: Case, way: str, other_size: bool = False) -> Traced:
+    """Under plain torch.compile. All of this is Dynamo's, so nothing needs to compile the graphs."""
+    counter = CompileCounterWithBackend("eager")
+    return _run_and_trace(_compiled(case.build(), way, counter), _sizes(case, other_size), counter)[1]
+
+
+def conform(case: Case, way: str, inner: str = "aot_eager", other_size: bool = True, plain: Traced | None = None) -> Row:
+    """Compile `case` and run it at two thresholds, and with `other_size` at another size too, for `recompiles`.
+
+    plain: what `trace_plain` returns, if known. Else the model is compiled by plain torch.compile, too, and threshold 0 is compared with
+    that; with `plain` it is compared with the eager model.
     """
-    model, inputs = case.build(), case.draw()
-    others = [case.draw(rows=24)] if other_size else []
-
-    counter = CompileCounterWithBackend(plain_inner or inner)
-    plain, plain_graphs, plain_breaks, plain_recompiles = _run_and_count(_compiled(model, way, counter), inputs, others, counter)
+    model, sizes = case.build(), _sizes(case, other_size)
+    inputs = sizes[0]
+    expected = None
+    if plain is None:
+        counter = CompileCounterWithBackend(inner)
+        expected, plain = _run_and_trace(_compiled(model, way, counter), sizes, counter)
 
     counter = CompileCounterWithBackend(inner)
     be = skip_attn_compile.backend(SkipConfig(threshold=0.0, min_kv_len=0), inner=counter)
     compiled = _compiled(model, way, be)
     be.attach(compiled)
-    dense, graphs, breaks, _ = _run_and_count(compiled, inputs, others, counter)
+    dense, traced = _run_and_trace(compiled, sizes, counter)
     before = be.report()
     if any(site.decision != "kept" for site in before.sites):
         be.update(threshold=THRESHOLD)
@@ -117,7 +133,7 @@ def conform(case: Case, way: str, inner: str = "aot_eager", other_size: bool = T
             tiles[site.name] = visited - site.visited, skipped - site.skipped
 
     double = copy.deepcopy(model).double()
-    eager, exact = run(model, inputs), run_exact(double, inputs)
+    eager, exact = run(model, inputs), run_exact(double, inputs)  # only now: some models keep tables that their first call makes
     thresholds = dict.fromkeys(tiles, THRESHOLD)
     with attention_by_reference(model, thresholds) as calls:
         reference = run(model, inputs)
@@ -132,10 +148,10 @@ def conform(case: Case, way: str, inner: str = "aot_eager", other_size: bool = T
         calls=calls,
         tiles=tiles,
         kept=kept,
-        graphs=(graphs, plain_graphs),
-        breaks=(breaks, plain_breaks),
-        recompiles=(counter.frame_count - graphs, plain_recompiles),
-        dense_error=_error(dense, plain, bounds),
+        graphs=(traced.graphs, plain.graphs),
+        breaks=(traced.breaks, plain.breaks),
+        recompiles=(counter.frame_count - traced.graphs, plain.recompiles),
+        dense_error=_error(dense, expected or eager, bounds),
         sparse_error=_error(sparse, reference, sparse_bounds),
         effect=_error(reference, eager, [a + b for a, b in zip(bounds, sparse_bounds, strict=True)]),
         padding_error=_error(padded, sparse, sparse_bounds),
@@ -169,16 +185,18 @@ def _compiled(model: Any, way: str, backend: object) -> nn.Module:
     return model
 
 
-def _run_and_count(
-    model: nn.Module, inputs: Inputs, others: Sequence[Inputs], counter: CompileCounterWithBackend
-) -> tuple[list[Tensor], int, int, int]:
-    """(outputs, graphs, graph breaks, and further graphs when `others` are run, and `inputs` again)."""
-    outputs = run(model, inputs)
+def _sizes(case: Case, other_size: bool) -> list[Inputs]:
+    return [case.draw(), case.draw(rows=24)] if other_size else [case.draw()]
+
+
+def _run_and_trace(model: nn.Module, sizes: Sequence[Inputs], counter: CompileCounterWithBackend) -> tuple[list[Tensor], Traced]:
+    """The outputs at the first of `sizes`; recompiles are further graphs when the others are run, and the first again."""
+    outputs = run(model, sizes[0])
     graphs, breaks = counter.frame_count, sum(counters["graph_break"].values())
     counter.backend = "eager"  # further graphs are only counted
-    for again in (*others, inputs):
-        run(model, again)
-    return outputs, graphs, breaks, counter.frame_count - graphs
+    for inputs in (*sizes[1:], sizes[0]):
+        run(model, inputs)
+    return outputs, Traced(graphs, breaks, counter.frame_count - graphs)
 
 
 def _error(actual: Sequence[Tensor], expected: Sequence[Tensor], bounds: Sequence[float]) -> float:
