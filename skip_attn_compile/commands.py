@@ -108,7 +108,8 @@ def show(
 def sensitivity(
     script: Script,
     config: Annotated[Path | None, typer.Option(help="a config.json with a curve, or a pipeline's folder")] = None,
-    threshold: Annotated[float | None, typer.Option(help="lambda, instead of the config's target")] = None,
+    target: Annotated[float | None, typer.Option(min=0, max=1, help="share of the tiles to skip, instead of the config's")] = None,
+    threshold: Annotated[float | None, typer.Option(help="lambda, instead of a target")] = None,
     psnr: Annotated[float, typer.Option(help="the least that every item must keep, in dB against the dense run")] = 30.0,
     peak: Annotated[float | None, typer.Option(help="largest minus smallest value of the output; by default the dense run's")] = None,
     alone: Annotated[bool, typer.Option(help="one run for each layer, for its error in the final output")] = True,
@@ -123,13 +124,15 @@ def sensitivity(
     """Which layers and steps to leave dense for a quality budget."""
     if config is None and threshold is None:
         raise typer.BadParameter("give --config, --threshold or both: errors are those of an operating point")
+    if target is not None and (config is None or threshold is not None):
+        raise typer.BadParameter("--target needs --config, whose curve says what to skip for it, and takes no --threshold")
     if out is not None and (config is None or threshold is not None or tile_order is not None):
         raise typer.BadParameter("--out needs --config, and takes no --threshold or --tile-order: a config.json holds a curve and a target")
     if out is not None and include:
         raise typer.BadParameter(_NO_INCLUDE)
     pipe_or_model, run, items = _build(script)
     given: dict[str, Any] = {"threshold": threshold, "disabled_until_timestep": gate, "tile_order": tile_order, "min_kv_len": min_kv_len}
-    given |= {"include": include or None, "ignore": ignore or None}
+    given |= {"target_sparsity": target, "include": include or None, "ignore": ignore or None}
     fields = {name: value for name, value in given.items() if value is not None}
     with _told():
         point = SkipConfig(**fields) if config is None else SkipConfig.from_checkpoint(config, **fields)
