@@ -241,7 +241,7 @@ class Measurement:
                 raise ValueError("counts that no run gives")
             if {(cell.component, cell.length_bin) for cell in fitted} != set(times) or not all(0 < n <= items for n in times.values()):
                 raise ValueError("numbers of items that no run gives")
-            if not all(isinstance(text, str) for text in (*models, *models.values())) or not {cell.component for cell in fitted} <= set(models):
+            if not {cell.component for cell in fitted} <= set(models) or not all(isinstance(text, str) for text in models.values()):
                 raise ValueError(f"models {models!r}")
             if not all(isinstance(text, str) for component, names in classes.items() for text in (component, *names)):
                 raise ValueError(f"attention_classes {classes!r}")

@@ -351,7 +351,7 @@ def test_a_state_file_of_another_run_is_refused(tmp_path: Path) -> None:
         calibrate(model, lambda seed: model(tokens(seed=seed)), range(2), state=state, **ALL)
     smaller = dit(1)
     for items in (4, 6):
-        with pytest.raises(ValueError, match="another model, Dit, 11,872 parameters, this one is Dit, 6,464 parameters; give another state"):
+        with pytest.raises(ValueError, match="another model, Dit, 11,872 parameters, this one is Dit, 6,464 parameters; give another"):
             calibrate(smaller, lambda seed: smaller(tokens(seed=seed)), range(items), state=state, **ALL)
     assert state.read_text() == written
     renamed = dit(2)
