@@ -68,8 +68,7 @@ def calibrate(
     want = lambda layer, kv_len: select if kv_len >= min_kv_len and not policy(select, layer).reasons else None
     state_file = None if state is None else Path(state)
     observer = Observer(models, want, schedule, setup.thresholds, tile_order, setup.tile)
-    sizes = {name: sum(parameter.numel() for parameter in model.parameters()) for name, model in models.items()}
-    measurement = Measurement(setup, {name: f"{type(model).__name__}, {sizes[name]:,} parameters" for name, model in models.items()})
+    measurement = Measurement(setup, described(models))
     if state_file is not None:
         check_writable("state", state_file)
         measurement = _resumed(state_file, measurement, observer.modules, len(todo)) if state_file.exists() else measurement
@@ -112,6 +111,12 @@ def models_of(pipe_or_model: Any, asker: str) -> tuple[dict[str, nn.Module], Any
         if is_compiled(model):
             raise ValueError(f"{asker} needs an uncompiled model, {name or type(model).__name__} is compiled; measure first, then compile")
     return models, schedule
+
+
+def described(models: Mapping[str, nn.Module]) -> dict[str, str]:
+    """What a state file knows them by."""
+    sizes = {name: sum(parameter.numel() for parameter in model.parameters()) for name, model in models.items()}
+    return {name: f"{type(model).__name__}, {sizes[name]:,} parameters" for name, model in models.items()}
 
 
 def items_of(run: Any, items: Any, asker: str) -> list[tuple[Any, ...]]:

@@ -152,8 +152,11 @@ def test_layers_that_a_config_json_cannot_name_are_measured_and_shown(script: st
     code, output = call("show", state, "--target", 0.1, "--out", tmp_path / "config.json")
     assert code == 2
     assert "use --ignore" in output
-    code, output = call("sensitivity", f"{script}:build", "--threshold", 0.1, "--include", "blocks.1.*", "--no-alone", *ALL)
+    tried = tmp_path / "tried.json"
+    options = ("--threshold", 0.1, "--include", "blocks.1.*", "--no-alone", "--state", tried)
+    code, output = call("sensitivity", f"{script}:build", *options, *ALL)
     assert code == 0, output
+    assert tried.exists()
     assert re.findall(r"^blocks\.\d", output, re.MULTILINE) == ["blocks.1"]
 
 
