@@ -56,8 +56,11 @@ def check_inputs(
     )
     if attn_mask is not None:
         _check(
-            attn_mask.dtype == torch.bool or attn_mask.is_floating_point(),
-            lambda: f"attn_mask must be boolean (True takes part) or floating point (added), got {attn_mask.dtype}; use attn_mask.bool()",
+            attn_mask.dtype in (torch.bool, torch.float32, query.dtype),
+            lambda: (
+                f"attn_mask must be boolean (True takes part), or float32 or {query.dtype} (added), got {attn_mask.dtype};"
+                " use attn_mask.bool() or attn_mask.to(query.dtype)"
+            ),
         )
         _check_broadcast("attn_mask", attn_mask, (batch, heads, rows, keys), query.device)
     if query_mask is not None:

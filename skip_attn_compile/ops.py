@@ -83,8 +83,7 @@ _PLANS_KEPT = 4096
 _empty_on_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
-@torch.library.impl(_library, "attention", "CPU")
-@torch.library.impl(_library, "attention", "CUDA")
+@torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -101,7 +100,8 @@ def _attention(
         _raise_if_gradient_needed(query, key, value, attn_mask)
     shape, device = query.shape, query.get_device()  # -1 is the CPU
     scale = shape[-1] ** -0.5 if scale is None else scale
-    call = (shape, query.stride(), query.dtype, device, attn_mask is None, query_mask is None, is_causal, tile_order, implementation)
+    masks = attn_mask is None, query_mask is None
+    call = (shape, query.stride(), query.dtype, device, value.shape[-1:], masks, is_causal, tile_order, implementation)
     plan = _plans.get(call)
     if plan is not None and _all_on(device, threshold, attn_mask, query_mask):
         results = _allocate(plan, device)
@@ -141,15 +141,21 @@ def _start(
         by.run(query, key, value, of_its_device, attn_mask, query_mask, results, is_causal, scale, tile_order)
 
     chosen = start(problem, implementation, run)
-    if call is not None and chosen.checks_arguments and call not in _plans:  # what runs the rule is not forgotten for an exception
+    if call is not None and call not in _plans and chosen.checks_arguments and _serves_all_alike(chosen, problem, implementation):
         if len(_plans) >= _PLANS_KEPT:
             _plans.clear()
         _plans[call] = _Plan(chosen.run, *((tuple(x.shape), x.stride(), x.dtype) for x in results))
     return results
 
 
-@torch.library.impl(_library, "attention.lambda_on_host", "CPU")
-@torch.library.impl(_library, "attention.lambda_on_host", "CUDA")
+def _serves_all_alike(chosen: "Implementation", problem: "Problem", name: str) -> bool:
+    """Would it be chosen for aligned memory, too? Else calls that are the exception would decide for all."""
+    from skip_attn_compile import kernels
+
+    return problem.aligned or kernels.choose(problem._replace(aligned=True), name, explicit_call=True) is chosen
+
+
+@torch.library.impl(_library, "attention.lambda_on_host", "CompositeExplicitAutograd")
 def _attention_lambda_on_host(
     query: Tensor,
     key: Tensor,

@@ -166,7 +166,9 @@ def _operands(
         assert attn_mask is not None
         return [REASONS["general mask"].format(shape=list(attn_mask.shape))]
     if torch.is_autocast_enabled(query.device.type):
-        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+        masks = tuple(x.to(dtype) if x is not None and x.is_floating_point() else x for x in masks)
     problem = problem_of(query, key, value, masks[0], masks[1] is not None, is_causal, config.tile_order)
     chosen = choose(problem._replace(lambda_on_host=False), config.implementation)  # what takes it there counts no tiles
     return chosen if isinstance(chosen, list) else (query, key, value, *masks)

@@ -73,7 +73,8 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, threshold: Tensor, attn_mas
     """Whether the kernel takes these, all on one device. That masks broadcast is left to `expand`."""
     (batch, heads, _, head_dim), (kv_heads, keys, value_dim) = query.shape, value.shape[1:]
     return (
-        key.shape == (batch, kv_heads, keys, head_dim)
+        query.get_device() == key.get_device() == value.get_device()
+        and key.shape == (batch, kv_heads, keys, head_dim)
         and value.shape[0] == batch
         and kv_heads > 0
         and heads % kv_heads == 0
