@@ -67,7 +67,7 @@ def unavailable() -> str | None:
         if _carried() is None:
             toolchain()
             sources()
-    except BuildError as error:
+    except (BuildError, OSError, ImportError) as error:  # an nvcc that cannot be run, a library of tvm_ffi that cannot be loaded
         return str(error)
     return None
 
@@ -171,11 +171,11 @@ def check_log(text: str) -> list[str]:
     return found
 
 
-def check_sass(target: Path) -> list[str]:
-    """What is wrong with the machine code: kernels without HGMMA, or with local memory. ["..."] too where it cannot be read."""
+def check_sass(target: Path) -> list[str] | None:
+    """What is wrong with the machine code: kernels without HGMMA, or with local memory. None where there is no cuobjdump to read it."""
     tool = _cuobjdump()
     if tool is None:
-        return ["cuobjdump was not found, the machine code was NOT checked; pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"]
+        return None
     environment = {**os.environ, "PATH": f"{tool.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     dump = subprocess.run([tool, "-sass", target], capture_output=True, text=True, check=False, env=environment)
     kernels = re.split(r"^\s*Function : ", dump.stdout, flags=re.MULTILINE)[1:]
@@ -275,12 +275,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if options.check and not wrong:
+    if wrong is None:
+        missing = "cuobjdump was not found, the machine code was NOT checked; pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+        print(f"warning: {missing}", file=sys.stderr)
+    elif options.check and not wrong:
         print(f"{KERNELS} kernels for sm_{options.arch}: no serialised wgmma, no spills, HGMMA in each")
-    unreadable = [line for line in wrong if line.startswith("cuobjdump was not found")]
-    for line in wrong:
-        print(("warning: " if line in unreadable else "error: ") + line, file=sys.stderr)
-    return 0 if len(wrong) == len(unreadable) else 1
+    for line in wrong or ():
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

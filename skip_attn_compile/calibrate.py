@@ -24,6 +24,7 @@ from skip_attn_compile.observe import Observer
 from skip_attn_compile.pipeline import SchedulerLevel, denoisers
 from skip_attn_compile.progress import progress as show_progress
 from skip_attn_compile.rules import policy
+from skip_attn_compile.state import described
 from skip_attn_compile.summary import unmatched_patterns
 
 log = logging.getLogger(__name__)
@@ -111,12 +112,6 @@ def models_of(pipe_or_model: Any, asker: str) -> tuple[dict[str, nn.Module], Any
         if is_compiled(model):
             raise ValueError(f"{asker} needs an uncompiled model, {name or type(model).__name__} is compiled; measure first, then compile")
     return models, schedule
-
-
-def described(models: Mapping[str, nn.Module]) -> dict[str, str]:
-    """What a state file knows them by."""
-    sizes = {name: sum(parameter.numel() for parameter in model.parameters()) for name, model in models.items()}
-    return {name: f"{type(model).__name__}, {sizes[name]:,} parameters" for name, model in models.items()}
 
 
 def items_of(run: Any, items: Any, asker: str) -> list[tuple[Any, ...]]:

@@ -108,11 +108,13 @@ def write(record: CheckpointSparsity) -> dict[str, Any]:
 
 def to_checkpoint(config: SkipConfig, like: Any = None) -> dict[str, Any]:
     """`config` as V1; what a SkipConfig does not hold (targets, dense first steps) is taken from the checkpoint `like`."""
+    order = None if config.calibration is None else config.calibration.tile_order
     unwritable = {
         "no calibration": config.calibration is None,
         f"threshold={config.threshold}": config.threshold is not None,
         f"rules for {', '.join(rule.pattern for rule in config.rules)}": bool(config.rules),
         f"include={config.include}": config.include != ("*",),
+        f"tile_order={config.tile_order!r}, which is not the curve's": config.tile_order != (order or "ascending"),
     }
     if any(unwritable.values()):
         given = "; ".join(text for text, holds in unwritable.items() if holds)

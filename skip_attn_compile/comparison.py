@@ -13,6 +13,7 @@ from skip_attn_compile.files import check_writable, write_whole
 from skip_attn_compile.frontier import StepError, root_mean
 from skip_attn_compile.json_values import load
 from skip_attn_compile.layers import LayerName
+from skip_attn_compile.state import digest
 from skip_attn_compile.timestep import is_dense
 from skip_attn_compile.trial import Difference, Tally, Trial, tensors
 
@@ -99,6 +100,7 @@ class Comparison:
             self._dense.append((first, output))
         self._tallies = {where: tally for where, tally in self.trial.tallies.items() if tally.visited}
         self._outcomes.depend_on("tiles", self.visited)
+        self._outcomes.depend_on("first inputs", digest(first for first, _ in self._dense))
 
     def run(self, sparse: Sequence[LayerName], cutoff: float) -> Outcome:
         """All items with these layers sparse, unless that is known already."""

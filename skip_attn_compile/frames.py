@@ -1,6 +1,7 @@
 """What Dynamo is capturing: the modules that its Python frame can see, and which of them the graph was captured from."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -122,6 +123,18 @@ def self_of(frame: FrameType) -> object:
     found = values.get("self")
     if isinstance(values, dict):
         values.clear()  # before Python 3.13 it is a copy that the frame keeps: what the caller deletes would live on in it
+    return found
+
+
+def calls_around(module: nn.Module) -> Counter[int]:
+    """id(module) -> how many of its calls are on this thread's Python stack, around the call of `module` that is beginning."""
+    found: Counter[int] = Counter()
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_wrapped_call_impl":
+            found[id(self_of(frame))] += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    found[id(module)] -= 1
     return found
 
 

@@ -25,6 +25,8 @@ DEVICE_GATE = (
     " host, so its calls are dense; give the level as a number, `with skip_attn_compile.timestep(t):`, or choose another implementation"
 )
 
+_MOST_SIZES = 4096  # remembered as checked, of a graph whose lengths vary
+
 Callers = tuple[Candidate | None, ...]  # for each frame of a graph, the module that is calling
 
 
@@ -141,6 +143,8 @@ class CompiledGraph:
 
     def _check_lambdas(self, slot: Slot, sizes: tuple[int, ...]) -> None:
         """Warn, once for each site and length, where a calibrated lambda reaches 1. Lengths under a mask are not known on the host."""
+        if len(slot.sizes_checked) >= _MOST_SIZES:
+            slot.sizes_checked.clear()
         slot.sizes_checked.add(sizes)
         values = dict(zip(self._size_inputs.values(), sizes, strict=True))
         for site, asked in zip(self._record.rewritten, slot.policies, strict=True):

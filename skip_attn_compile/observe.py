@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from skip_attn_compile.calls import Schedule
 from skip_attn_compile.layers import LayerName
 from skip_attn_compile.measure import measure
-from skip_attn_compile.timestep import Level, float32
+from skip_attn_compile.timestep import Level, float32, host_level
 from skip_attn_compile.watch import Want, Watcher, kv_lens
 
 _MOST_CALLS = 4096  # that wait on a device: a pipeline of 40 layers and 50 steps waits once, a loop over many prompts stays small
@@ -99,12 +99,11 @@ class Observer(Watcher):
             self._found[cell] = counts if before is None else [a + b for a, b in zip(before, counts, strict=True)]
 
     def _level(self, given: Level | None) -> float | None:
-        """Of a cell: float32, as `is_dense` compares it. None also for NaN and infinity, which a device may say."""
-        t = None if given is None else float32(float(given))
-        if t is None or not math.isfinite(t):
+        t = host_level(given)
+        if t is None:
             return None
         if t not in self.levels and len(self.levels) >= _MOST_LEVELS:
-            t = float32(math.ceil(1000 * min(max(t, 0.0), 1.0) - 1e-4) / 1000)  # 1e-4: float32(.9) stays .9
+            t = float32(math.ceil(1000 * t - 1e-4) / 1000)  # 1e-4: float32(.9) stays .9
         self.levels.add(t)
         return t
 

@@ -142,7 +142,7 @@ def reasons_of_call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     if not query.dim() == key.dim() == value.dim() == 4:
         return [REASONS["rank"].format(shapes=shapes)]
     reasons = []
-    if any(t.requires_grad for t in (query, key, value, mask) if t is not None):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, mask) if t is not None):
         reasons.append(REASONS["gradient"])
     if isinstance(dropout_p, float | int) and dropout_p != 0:
         reasons.append(REASONS["dropout"].format(dropout_p=dropout_p))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from skip_attn_compile.calibrate import described, items_of, models_of, warn_of_unmatched
+from skip_attn_compile.calibrate import items_of, models_of, warn_of_unmatched
 from skip_attn_compile.comparison import Comparison, Outcomes
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.frontier import LayerError, Point, Sensitivity
@@ -24,6 +24,7 @@ from skip_attn_compile.kernels import implementations
 from skip_attn_compile.pipeline import Configs, configs_of
 from skip_attn_compile.progress import progress as show_progress
 from skip_attn_compile.schedule import cutoff_for_dense_steps, dense_steps
+from skip_attn_compile.state import described
 from skip_attn_compile.trial import Trial, stronger
 from skip_attn_compile.validate import check_cutoff, is_finite
 

@@ -150,6 +150,8 @@ def _site_row(decision: Decision, layer: LayerName, config: SkipConfig, counts: 
         row.implementation, row.tile = decision.implementation.name, (decision.implementation.tile_q, decision.implementation.tile_k)
     row.visited, row.skipped, clamped = counts
     row.clamped = clamped if asked.target_sparsity is not None else 0
+    if not isinstance(decision.kv_len, int) and config.min_kv_len > 1 and row.decision == "sparse":
+        row.reasons += (f"dense in calls with fewer than {config.min_kv_len} keys",)
     row.reasons += tuple(_remarks(row, asked, config, kv_len))
     if decision.implementation is not None and not decision.implementation.counts_tiles:
         row.reasons += (f"{row.implementation} counts no tiles",)

@@ -19,7 +19,7 @@ from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.layers import LayerName
 from skip_attn_compile.ops import attention
 from skip_attn_compile.rules import policy
-from skip_attn_compile.timestep import is_dense
+from skip_attn_compile.timestep import host_level, is_dense
 from skip_attn_compile.watch import Watcher, kv_lens
 
 _REPEATS = 1e-3  # relative error below which a block, run again on its inputs, gives what it gave: else it changes them, or has a state
@@ -73,7 +73,7 @@ class Trial(Watcher):
         keys = torch.as_tensor(kv_lens(key, key_mask), dtype=torch.float32, device=query.device)
         order, implementation = config.tile_order, config.implementation
         out, _, counts = attention(query, key, value, c0 + c1 / keys, key_mask, query_mask, is_causal, scale, order, implementation)
-        tally = self._attended = self.tallies[layer, None if level is None else float(level)]
+        tally = self._attended = self.tallies[layer, host_level(level)]
         visited, skipped = counts.sum((0, 1)).tolist()
         tally.visited += visited
         tally.skipped += skipped

@@ -168,7 +168,8 @@ def _operands(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
-        masks = tuple(x.to(dtype) if x is not None and x.is_floating_point() else x for x in masks)
+        if masks[0] is not None and masks[0].is_floating_point():
+            masks = masks[0].to(dtype), masks[1]
     problem = problem_of(query, key, value, masks[0], masks[1] is not None, is_causal, config.tile_order)
     chosen = choose(problem._replace(lambda_on_host=False), config.implementation)  # what takes it there counts no tiles
     return chosen if isinstance(chosen, list) else (query, key, value, *masks)

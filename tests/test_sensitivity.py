@@ -16,6 +16,7 @@ from pipelines import run as run_pipeline
 from pipelines import wan22
 from skip_attn_compile import Calibration, SkipConfig, backend, sensitivity, timestep, watch
 from skip_attn_compile.frontier import Point, Sensitivity
+from skip_attn_compile.gate import Gate
 from skip_attn_compile.layers import LayerName
 from skip_attn_compile.ops import problem_of
 from skip_attn_compile.sensitivity import search
@@ -392,6 +393,11 @@ def test_a_state_of_other_runs_is_refused(tmp_path: Path) -> None:
         sensitivity(model, run, state=state, peak=2.0, **ALL)
     with pytest.raises(ValueError, match="holds runs with tiles 128, here it is 32"):
         sensitivity(model, lambda: model(tokens(length=256)), state=state, **ALL)
+    with pytest.raises(ValueError, match="holds runs with first inputs .*, here it is"):
+        sensitivity(model, lambda: model(tokens(seed=1)), state=state, **ALL)
+    tuned = dit(2, seed=1)
+    with pytest.raises(ValueError, match="holds runs with models .*Dit, 11,872 parameters, weights .*, here it is .*11,872"):
+        sensitivity(tuned, lambda: tuned(tokens()), state=state, **ALL)
     smaller = dit(1)
     with pytest.raises(ValueError, match="holds runs with models .*11,872 parameters.*, here it is .*6,464 parameters"):
         sensitivity(smaller, lambda: smaller(tokens()), state=state, **ALL)
@@ -409,6 +415,14 @@ def test_a_state_that_sensitivity_did_not_write_is_named(text: str, tmp_path: Pa
     ):
         sensitivity(dit(1), pytest.fail, ["it ran"], state=tmp_path / "state.json", **ALL)
     assert (tmp_path / "state.json").read_text() == text
+
+
+@pytest.mark.parametrize("odd", [math.nan, 1.001])
+def test_noise_levels_that_a_device_tells_are_in_range_or_unknown(odd: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, levels = dit(2), itertools.cycle(map(torch.tensor, (odd, odd, 0.5, 0.5)))  # a call has two layers
+    monkeypatch.setattr(Gate, "running_level", lambda _: next(levels))
+    found = sensitivity(model, lambda: model(model(tokens())), psnr=0.0, alone=False, **ALL)
+    assert [step.t for step in found.steps] == ([0.5, None] if math.isnan(odd) else [1.0, 0.5])
 
 
 def test_what_cannot_be_measured_is_said() -> None:

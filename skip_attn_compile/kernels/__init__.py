@@ -186,7 +186,8 @@ def start(implementation: Implementation, problem: Problem, name: str, run: Call
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
         if name != "auto" or implementation.name == "reference":
-            raise RuntimeError(f"implementation {implementation.name!r} could not be started: {cause}") from error
+            remedy = "; implementation='auto' takes the next one" * (name != "auto")
+            raise RuntimeError(f"implementation {implementation.name!r} could not be started: {cause}{remedy}") from error
         _failures[implementation.name, failing] = cause
         log.warning("implementation %r could not be started, attention runs on the next one: %s", implementation.name, cause)
         return False
