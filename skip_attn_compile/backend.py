@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from skip_attn_compile.calls import Schedule
 from skip_attn_compile.composites import has_composites, open_composites
 from skip_attn_compile.config import Caution, SkipConfig
-from skip_attn_compile.frames import frames_of_graph
+from skip_attn_compile.frames import captured_code, frames_of_graph
 from skip_attn_compile.gate import Gate
 from skip_attn_compile.layers import Frame, KnownModels, LayerName, unwrap
 from skip_attn_compile.live import CompiledGraph, GraphRecord
@@ -77,6 +77,7 @@ class SkipBackend:
 
         Needed where blocks are compiled one by one, and for a second model of one class on one backend. With disabled_until_timestep
         the model gets a forward hook that sees its noise level; timestep_spec says how it is told, for classes not known here.
+        Attach again after modules were added, removed or moved.
         """
         self._attach(model, name, timestep_spec)
 
@@ -172,7 +173,7 @@ class SkipBackend:
         frames = frames_of_graph([site.module_ids for site in sites], example_inputs, self._models) if sites else []
         for frame in frames:
             frame.timestep_input = self._gate.find_input(work, frame, self._models)
-        record = GraphRecord(frames, self._decide(sites, frames))
+        record = GraphRecord(captured_code(), frames, self._decide(sites, frames))
         self._log(record)
         if not record.rewritten:  # the graph as Dynamo made it: bitwise what plain compile gives
             compiled = inner(gm, list(example_inputs))

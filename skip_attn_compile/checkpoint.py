@@ -114,7 +114,7 @@ def to_checkpoint(config: SkipConfig, like: Any = None) -> dict[str, Any]:
         f"threshold={config.threshold}": config.threshold is not None,
         f"rules for {', '.join(rule.pattern for rule in config.rules)}": bool(config.rules),
         f"include={config.include}": config.include != ("*",),
-        f"tile_order={config.tile_order!r}, which is not the curve's": config.tile_order != (order or "ascending"),
+        f"tile_order={config.tile_order!r}, which is not the curve's": config.tile_order not in ("ascending", order),
     }
     if any(unwritable.values()):
         given = "; ".join(text for text, holds in unwritable.items() if holds)

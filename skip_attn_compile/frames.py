@@ -12,6 +12,13 @@ from torch import nn
 from skip_attn_compile.layers import Anchor, Frame, KnownModels, clean_path, unwrap
 
 
+def captured_code() -> CodeType:
+    """Of the Python frame that Dynamo is compiling."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().f_code
+
+
 def frames_of_graph(module_ids: Sequence[tuple[int, ...]], example_inputs: Sequence[object], models: KnownModels) -> list[Frame]:
     """Sort the sites of the graph that Dynamo is compiling into frames, one for each root module (almost always one).
 

@@ -305,6 +305,7 @@ def test_a_second_model_that_is_not_attached_gets_what_all_candidates_get(caplog
     tiles = expect(second, 0.3)[1]
     unknown = report.site(UNKNOWN_LAYER)
     assert (unknown.visited, unknown.skipped) == (sum(t[0] for t in tiles), sum(t[1] for t in tiles))
+    assert unknown.decision == "sparse"
     assert "attach(model)" in caplog.text
 
 
