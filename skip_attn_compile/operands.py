@@ -5,14 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-
-def known(condition: "bool | torch.SymBool") -> bool:
-    """The truth of a size condition. Symbolic ones are guarded on where they have a value, and false where they have none."""
-    if isinstance(condition, bool):
-        return condition
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    return guard_or_false(condition)
+from skip_attn_compile.sizes import guarded
 
 
 def check_inputs(
@@ -87,7 +80,7 @@ def _check_broadcast(name: str, mask: Tensor, full: tuple[int, ...], device: tor
 
     _check(mask.device == device and mask.dim() <= len(full), problem)
     for have, want in zip(reversed(mask.shape), reversed(full), strict=False):
-        _check(known(have == 1) or have == want, problem)
+        _check(guarded(have == 1) or have == want, problem)
 
 
 # ValueError where the condition is false; a runtime assertion where it is about sizes that have no value yet.

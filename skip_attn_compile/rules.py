@@ -10,9 +10,9 @@ from torch import Tensor
 
 from skip_attn_compile import kernels
 from skip_attn_compile.config import Calibration, SkipConfig
-from skip_attn_compile.dataflow import same_size
 from skip_attn_compile.layers import LayerName
-from skip_attn_compile.sites import AttentionSite, Size
+from skip_attn_compile.sites import AttentionSite
+from skip_attn_compile.sizes import Size, same_size
 
 # Every reason that this module gives, as users see it; implementations add theirs (kernels.Implementation.not_supported_reasons).
 # The README's support table is made from these texts.

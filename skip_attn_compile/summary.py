@@ -13,7 +13,7 @@ from skip_attn_compile.layers import Candidate, Frame, KnownModel, KnownModels, 
 from skip_attn_compile.live import ALIKE, ATTACH, GraphRecord
 from skip_attn_compile.report import UNKNOWN_LAYER, Report, SiteReport, UnmatchedPattern, nearest
 from skip_attn_compile.rules import Decision, Policy, matches, policy
-from skip_attn_compile.sites import Size
+from skip_attn_compile.sizes import Size
 
 KEPT_WHEN_COMPILED = "kept when it was compiled, by the config and for the layers known then; torch.compiler.reset() compiles it anew"
 

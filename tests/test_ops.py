@@ -14,8 +14,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from cases import Case
 from skip_attn_compile import kernels, ops
 from skip_attn_compile.kernels import Implementation, Problem, reference
-from skip_attn_compile.ops import attention, output_stride
+from skip_attn_compile.ops import attention
 from skip_attn_compile.reference import reference_attention
+from skip_attn_compile.results import output_stride
 
 B, H, S, D = 2, 2, 150, 16
 DENSE_ORDERS = [(*order, 3) for order in itertools.permutations(range(3))]  # of (B, H, S) in memory, outermost first

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from skip_attn_compile.kernels import Implementation, Problem, Results, cuda_capability, mask_kind
+from skip_attn_compile.kernels import Implementation, Problem, Results, cuda_capability, mask_kind, words
 from skip_attn_compile.operands import check_inputs
 
 TILE_Q, TILE_K = 64, 128
@@ -229,7 +229,7 @@ def _launch(
 def unavailable(problem: Problem) -> str | None:
     """Why the kernel cannot run on this machine, or None."""
     if problem.capability is not None and problem.capability < (8, 0):
-        return f"it needs compute capability 8.0 or newer, this device has {'.'.join(map(str, problem.capability))}"
+        return f"it needs compute capability 8.0 or newer, this device has {words(problem.capability)}"
     return "the package triton is not installed; pip install triton" if find_spec("triton") is None else None
 
 
