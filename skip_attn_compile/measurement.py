@@ -10,7 +10,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skip_attn_compile.checkpoint import CheckpointSparsity
+from skip_attn_compile.checkpoint_format import CheckpointSparsity
 from skip_attn_compile.config import Calibration, Rule, SkipConfig
 from skip_attn_compile.files import write_whole
 from skip_attn_compile.fit import Fit, MeasuredCurve, fit_curves

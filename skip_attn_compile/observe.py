@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from skip_attn_compile.calls import Schedule
 from skip_attn_compile.layers import LayerName
 from skip_attn_compile.measure import measure
+from skip_attn_compile.operands import Operands
 from skip_attn_compile.timestep import Level, float32, host_level
 from skip_attn_compile.watch import Want, Watcher, kv_lens
 
@@ -60,23 +61,12 @@ class Observer(Watcher):
         self._found: dict[Cell, list[int]] = {}
         self.levels: set[float] = set()  # that are told apart
 
-    def attend(
-        self,
-        layer: LayerName,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-    ) -> Tensor:
+    def attend(self, layer: LayerName, call: Operands) -> Tensor:
+        query, key, value, *rest = call
         if query.device not in self._on_device:
             self._on_device[query.device] = torch.tensor(self._thresholds, dtype=torch.float32, device=query.device)
-        out, counts = measure(
-            query, key, value, self._on_device[query.device], key_mask, query_mask, is_causal, scale, self._tile_order, *self._tile
-        )
-        kv_len, level = _mean(kv_lens(key, key_mask)), self._gate.running_level()
+        out, counts = measure(query, key, value, self._on_device[query.device], *rest, self._tile_order, *self._tile)
+        kv_len, level = _mean(kv_lens(key, call.key_mask)), self._gate.running_level()
         self._calls.append(_Call(layer, kv_len, level, counts.sum((0, 1), dtype=torch.int64)))
         if len(self._calls) >= _MOST_CALLS:
             self._fold()
@@ -88,7 +78,7 @@ class Observer(Watcher):
         return found
 
     def _fold(self) -> None:
-        """The calls into their histograms. Waits for the device, as otherwise only `split_mask` does, for masks that are written out."""
+        """The calls into their histograms. Waits for the device; else only `key_and_query_mask` does, for masks written out."""
         calls, self._calls = self._calls, []
         for call in calls:
             kv_len, (visited, *skipped) = round(float(call.kv_len)), call.counts.tolist()

@@ -1,11 +1,24 @@
 """What the tensors of an attention call must be, for every operator and kernel: contract, value and remedy in each error."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from skip_attn_compile.sizes import guarded
+
+
+class Operands(NamedTuple):
+    """What an attention call is made of, beside lambda. Shapes as in ops.py."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_mask: Tensor | None
+    query_mask: Tensor | None
+    is_causal: bool
+    scale: float | None
 
 
 def check_inputs(

@@ -16,7 +16,7 @@ from models import DIM, dit, skip_config, tokens
 from skip_attn_compile import TimestepSpec, backend, timestep
 from skip_attn_compile.backend import SkipBackend
 from skip_attn_compile.calls import innermost_call
-from skip_attn_compile.runs import StepLog
+from skip_attn_compile.steps import StepLog
 from skip_attn_compile.timestep import Reading
 
 SPEC = TimestepSpec("timestep", 1000)
