@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from skip_attn_compile import build
+from skip_attn_compile.machine_code import check_log
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_key_follows_content_compiler_and_headers(tmp_path: Path, monkeypatch: p
 )
 def test_slow_code_fails_the_build(line: str, slow: bool) -> None:
     log = f"ptxas info    : Function properties for some_kernel\n{line}\n"
-    assert build.check_log(log) == ([f"{line.strip()} [some_kernel]"] if slow else [])
+    assert check_log(log) == ([f"{line.strip()} [some_kernel]"] if slow else [])
 
 
 def test_library_named_in_the_environment_comes_first(machine: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
