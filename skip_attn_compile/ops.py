@@ -55,7 +55,6 @@ _PLANS_KEPT = 4096
 _empty_on_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
-@torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -72,8 +71,9 @@ def _attention(
         _raise_if_gradient_needed(query, key, value, attn_mask)
     shape, device = query.shape, query.get_device()  # -1 is the CPU
     scale = shape[-1] ** -0.5 if scale is None else scale
-    masks = attn_mask is None, query_mask is None
-    call = (shape, query.stride(), query.dtype, device, value.shape[-1:], masks, is_causal, tile_order, implementation)
+    no_masks = (attn_mask is None) + 2 * (query_mask is None)
+    value_dim = value.shape[-1] if value.ndim else 0  # a scalar is refused later, with words
+    call = (shape, query.stride(), query.dtype, device, value_dim, no_masks, is_causal, tile_order, implementation)
     plan = _plans.get(call)
     if plan is not None and _all_on(device, threshold, attn_mask, query_mask):
         results = _allocate(plan, device)
@@ -125,7 +125,6 @@ def _serves_all_alike(chosen: Implementation, problem: Problem, name: str) -> bo
     return problem.aligned or kernels.choose(problem._replace(aligned=True), name, explicit_call=True) is chosen
 
 
-@torch.library.impl(_library, "attention.lambda_on_host", "CompositeExplicitAutograd")
 def _attention_lambda_on_host(
     query: Tensor,
     key: Tensor,
@@ -202,7 +201,9 @@ def _raise_if_gradient_needed(*inputs: Tensor | None) -> None:
 
 
 # Autograd adds nothing: kernel and fake raise where a gradient would be needed. A kernel of its own for that, in Python, takes 6 us.
-for _name in ("attention", "attention.lambda_on_host"):
+for _name, _kernel in (("attention", _attention), ("attention.lambda_on_host", _attention_lambda_on_host)):
+    for _device in ("CPU", "CUDA", "MPS", "XPU"):
+        _library.impl(_name, _kernel, _device)
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
 
