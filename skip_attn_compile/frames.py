@@ -12,11 +12,14 @@ from torch import nn
 from skip_attn_compile.layers import Anchor, Frame, KnownModels, clean_path, unwrap
 
 
-def captured_code() -> CodeType:
-    """Of the Python frame that Dynamo is compiling."""
+def captured_code() -> CodeType | None:
+    """Of the Python frame that Dynamo is compiling; None where the graph was not captured just now (aot_compile, a traced module)."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    return InstructionTranslator.current_tx().f_code
+    try:
+        return InstructionTranslator.current_tx().f_code
+    except AttributeError:
+        return None
 
 
 def frames_of_graph(module_ids: Sequence[tuple[int, ...]], example_inputs: Sequence[object], models: KnownModels) -> list[Frame]:
@@ -135,14 +138,15 @@ def self_of(frame: FrameType) -> object:
 
 def calls_around(module: nn.Module) -> Counter[int]:
     """id(module) -> how many of its calls are on this thread's Python stack, around the call of `module` that is beginning."""
-    found: Counter[int] = Counter()
+    found: dict[str, Counter[int]] = {"_wrapped_call_impl": Counter(), "_call_impl": Counter()}  # a class may call the latter itself
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "_wrapped_call_impl":
-            found[id(self_of(frame))] += 1
+        if frame.f_code.co_name in found:
+            found[frame.f_code.co_name][id(self_of(frame))] += 1
         frame = frame.f_back  # type: ignore[assignment]
-    found[id(module)] -= 1
-    return found
+    around = found["_wrapped_call_impl"] | found["_call_impl"]  # the larger of both
+    around[id(module)] -= 1
+    return around
 
 
 def _running_modules() -> list[nn.Module]:

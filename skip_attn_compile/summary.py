@@ -77,7 +77,7 @@ def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: Know
         report.notes.append(seen_in + (nothing if not graphs else "" if missed else f": {IN_NO_GRAPH}"))
     report.notes += missed
     report.notes += dict.fromkeys(kernels.failures())
-    report.notes += at_recompile_limit({graph.code: graph.function for graph in graphs})
+    report.notes += at_recompile_limit({graph.code: graph.code.co_name for graph in graphs if graph.code is not None})
     return report
 
 

@@ -356,6 +356,17 @@ def test_backends_are_compared_by_identity() -> None:
         assert be.report().visited == TILES
 
 
+def test_a_graph_that_dynamo_is_not_capturing_compiles() -> None:
+    class Add(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    be = backend(skip_config())
+    compiled = be(torch.fx.symbolic_trace(Add()), [torch.ones(2)])
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
+    assert be.report().graphs == 1
+
+
 def test_a_function_without_attention_is_left_alone() -> None:
     be, _recorder = recording_backend(skip_config(0.3))
     assert torch.compile(lambda x: x + 1, backend=be)(torch.zeros(2)).tolist() == [1, 1]

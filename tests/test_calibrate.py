@@ -46,6 +46,7 @@ from skip_attn_compile.observe import length_bin
 from skip_attn_compile.ops import problem_of
 from skip_attn_compile.picture import figure
 from skip_attn_compile.schedule import cutoff_for_dense_steps
+from skip_attn_compile.state import described, digest
 from skip_attn_compile.timestep import float32, is_dense
 from tiny_wan.digits import token_table
 from tiny_wan.sampling import load_model, sample
@@ -480,6 +481,23 @@ def test_a_state_file_with_what_no_run_gives_is_named(change: Callable[[dict], o
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match="state.json must be a measurement written by calibrate"):
         Measurement.load(path)
+
+
+def test_models_with_parameters_of_any_kind_are_described() -> None:
+    model = dit(1)
+    model.unused = nn.LazyLinear(3)
+    model.sparse = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+    model.meta = nn.Parameter(torch.empty(3, device="meta"))
+    with_all = described({"": model})
+    assert with_all == described({"": model})
+    model.blocks[0].attn1.to_q.weight[0, 0] += 1
+    assert with_all != described({"": model})
+
+
+def test_digests_tell_apart() -> None:
+    given = [[torch.tensor([1.0, 2]), torch.tensor([3.0])], [torch.tensor([1.0]), torch.tensor([2.0, 3])], [None], []]
+    given += [[torch.zeros(2, 3)], [torch.zeros(3, 2)], [torch.zeros(6, dtype=torch.int32)], [torch.zeros(3, dtype=torch.complex64).conj()]]
+    assert len({digest(tensors) for tensors in given}) == len(given)
 
 
 def test_a_state_file_of_an_earlier_version_says_so(tmp_path: Path) -> None:

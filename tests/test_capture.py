@@ -1,5 +1,7 @@
 """capture: Dynamo's flags around one model's forward, for what depends on values, and nowhere else."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -93,9 +95,38 @@ def test_a_hook_that_fails_first_and_an_interrupt_leave_nothing_behind() -> None
     interrupting.remove()
     model(tokens(), MASK)
     assert flags() == before
+
+    def swallow(*_: object) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            inner(tokens())
+
+    inner = dit(1)
+    capture(inner)
+    inner.proj.register_forward_pre_hook(interrupt)
+    swallowing = model.register_forward_pre_hook(swallow)
+    model(tokens(), MASK)
+    swallowing.remove()
+    assert flags() == before, "an inner call that was interrupted and caught"
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         model(tokens(), MASK)
         assert flags() == (True, before[1]), "what the user sets himself stays"
+
+
+@pytest.mark.parametrize("when", ["interrupted", "running"])
+def test_taken_off_in_the_middle_of_a_call(when: str) -> None:
+    model, before = Ragged(), flags()
+    taken = capture(model)
+
+    def act(*_: object) -> None:
+        if when == "interrupted":
+            raise KeyboardInterrupt
+        taken.remove()
+
+    model.dit.register_forward_pre_hook(act)
+    with contextlib.suppress(KeyboardInterrupt):
+        model(tokens(), MASK)
+    taken.remove()
+    assert flags() == before
 
 
 def test_mochi_is_served() -> None:
