@@ -14,11 +14,16 @@ from skip_attn_compile.layers import Anchor, Frame, KnownModels, clean_path, unw
 
 def captured_code() -> CodeType | None:
     """Of the Python frame that Dynamo is compiling; None where the graph was not captured just now (aot_compile, a traced module)."""
+    tx = _transaction()
+    return None if tx is None else tx.f_code
+
+
+def _transaction() -> Any:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        return InstructionTranslator.current_tx().f_code
-    except AttributeError:
+        return InstructionTranslator.current_tx()
+    except AttributeError:  # this thread is not inside one
         return None
 
 
@@ -81,9 +86,12 @@ class _FrameScope:
 
     @classmethod
     def current(cls, models: KnownModels) -> "_FrameScope":
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        tx = InstructionTranslator.current_tx()
+        tx = _transaction()
+        if tx is None:
+            raise ValueError(
+                "the backend needs a graph that Dynamo is capturing, to tell whose attention it holds, and got one captured before"
+                " (aot_compile, a traced or exported module); use torch.compile(model, backend=...)"
+            )
         local_modules = _modules_in(tx.output.local_scope.values())
         # Largest trees first among the locals: `self` before the blocks that a loop variable may also hold.
         local_modules.sort(key=lambda m: -sum(1 for _ in m.modules()))

@@ -73,9 +73,9 @@ def _attention(
         _raise_if_gradient_needed(query, key, value, attn_mask)
     shape, device = query.shape, query.get_device()  # -1 is the CPU
     scale = shape[-1] ** -0.5 if scale is None else scale
-    no_masks = (attn_mask is None) + 2 * (query_mask is None)
+    given = (attn_mask is None) + 2 * (query_mask is None) + 4 * query.is_cuda  # an index alone may be of another kind of device
     value_dim = value.shape[-1] if value.ndim else 0  # a scalar is refused later, with words
-    call: tuple[Any, ...] = (shape, query.stride(), query.dtype, device, value_dim, no_masks, is_causal, tile_order, implementation)
+    call: tuple[Any, ...] = (shape, query.stride(), query.dtype, device, value_dim, given, is_causal, tile_order, implementation)
     plan = _plans.get(call)
     if plan is None and not _is_aligned(query, key, value):
         call = (*call, _MISALIGNED)
