@@ -1,4 +1,4 @@
-"""Calibration: a known law is found again, counts are those of serving, targets are met on other inputs, and nothing is lost on the way."""
+"""Calibration: a known law is found again, counts are those of serving, targets are met on other inputs."""
 
 import dataclasses
 import functools

@@ -15,10 +15,7 @@ import torch
 from torch import nn
 
 from models import TOKENS, dit, tokens
-from skip_attn_compile import (
-    Measurement,
-    calibrate,
-)
+from skip_attn_compile import Measurement, calibrate
 from skip_attn_compile.gate import Gate
 from skip_attn_compile.json_values import MAX_BYTES
 from skip_attn_compile.state import described, digest
