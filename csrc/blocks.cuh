@@ -31,7 +31,6 @@ template <typename Smem>
 struct BlockSource {
   const Params& params;
   Smem& smem;
-  const int sharers;
   uint32_t taken = 0;
 
   // The next block, or -1.
@@ -44,16 +43,19 @@ struct BlockSource {
       ptx::mbarrier_arrive(ptx::smem_address(&smem.block_full[slot]));
     }
     __syncwarp();
-    return read_block(smem, taken++);
+    ++taken;
+    if (Smem::kLoop == Loop::kMasked) return taken == 1 ? static_cast<int>(blockIdx.x) : -1;  // known to be the same for all without a register
+    return read_block(smem, taken - 1);
   }
 
  private:
   __device__ __forceinline__ int take() {
-    if (!params.shares_blocks) return taken == 0 ? static_cast<int>(blockIdx.x) : -1;
+    if (Smem::kLoop == Loop::kMasked || !params.shares_blocks) return taken == 0 ? static_cast<int>(blockIdx.x) : -1;
+    const int sharers = ::sharers<Smem>(params);
     const uint32_t slot = taken % 2, turn = taken / 2 % 2;
     const uint32_t peer_block = ptx::smem_address(&smem.peer_block[slot]), peer_full = ptx::smem_address(&smem.peer_block_full[slot]);
     if (sharers == 1 || ptx::cluster_rank() == 0) {
-      const int block = draw();
+      const int block = draw(sharers);
       if (sharers > 1) ptx::store_async(ptx::map_to_rank(peer_block, 1), block, ptx::map_to_rank(peer_full, 1));  // it has read the last: it handed on all of its K
       return block;
     }
@@ -65,19 +67,23 @@ struct BlockSource {
 
   // Counted where the tiles visited of the first head belong. Each of those that draw stops at its first -1, so the last draw is known, and
   // puts there what belongs there.
-  __device__ __forceinline__ int draw() const {
+  __device__ __forceinline__ int draw(int sharers) const {
     const int block = atomicAdd(params.counts, sharers);
     if (block + sharers == params.all_draws) *params.counts = (params.q_len + kGroupRows - 1) / kGroupRows * params.tiles;
     return block < params.blocks ? block : -1;
   }
 };
 
-// The CTA's nth block, or -1. For a whole warp: each of the consumers, and those that load V alone. It stays readable until released.
+// The CTA's nth block, or -1. For a whole warp: each of the consumers', and those that load V alone. It stays readable until released.
 template <typename Smem>
 __device__ __forceinline__ int receive_block(Smem& smem, uint32_t n) {
   const uint32_t slot = n % 2;
   ptx::mbarrier_wait(ptx::smem_address(&smem.block_full[slot]), n / 2 % 2);
   return read_block(smem, n);
+}
+template <typename Smem>
+__device__ __forceinline__ auto& progress_of_warp(Smem& smem) {  // of a consumer's
+  return smem.progress[threadIdx.x / 32 - kWarpgroup / 32];
 }
 template <typename Smem>
 __device__ __forceinline__ void release_block(Smem& smem, uint32_t n) {

@@ -62,7 +62,7 @@ struct Consumer {
 
   __device__ __forceinline__ int row(int i) const { return row0 + (thread / 32) * 16 + (thread % 32) / 4 + 8 * i; }
 
-  __device__ __forceinline__ auto& progress() const { return smem.progress[threadIdx.x / 32 - kWarpgroup / 32]; }
+  __device__ __forceinline__ auto& progress() const { return progress_of_warp(smem); }
   // Once more, after the loop: no register holds it meanwhile.
   __device__ __forceinline__ Block block() const { return Block(params, read_block(smem, progress().blocks)); }
   __device__ __forceinline__ void await_query() const { ptx::mbarrier_wait(ptx::smem_address(&smem.query_full[group]), progress().blocks % 2); }

@@ -44,9 +44,8 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
     return __any_sync(~0u, !below);
   }
 
-  // ---- new bases; what was summed so far is multiplied to them ----
-  __device__ __forceinline__ void raise_base(const float (&tile_max)[2]) {
-    float rescale[2];
+  // ---- new bases; `rescale`: what was summed so far is to be multiplied with ----
+  __device__ __forceinline__ void raise_base(const float (&tile_max)[2], float (&rescale)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float old_base = exp_base[i];
@@ -54,7 +53,6 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
       rescale[i] = ptx::exp2_approx(old_base - exp_base[i]);
       exp_sum[i] *= rescale[i];
     }
-    this->rescale_out(rescale);
   }
 
   // ---- a measurement's look at a tile; the maxima need the other lanes only where one rises ----
@@ -72,11 +70,12 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
     const int tile = at.tile;
     bool value_there = false;
     if constexpr (kPending) value_there = ptx::mbarrier_test(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity());
+    const uint32_t value = kPending ? ptx::uniform(this->value_operand(at.value.stage)) : 0;  // held by the warp, see ahead.cuh; for K it comes too late
     if (!at.key_there) ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity());
     this->qk_gemm(scores, at.key.stage);
     if constexpr (kPending) {
       if (!value_there) ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity());
-      this->pv_gemm(weights, this->value_operand(at.value.stage));
+      this->pv_gemm(weights, value);
     }
     // While the products run: all that would otherwise stand between them and the next ones.
     uint32_t key_empty = ptx::smem_address(&smem.key_empty[at.key.stage]), value_empty = ptx::smem_address(&smem.value_empty[at.value.stage]);
@@ -94,21 +93,19 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
     float tile_max[2], sum[2];
     this->own_max(scores, tile_max);
     if constexpr (kMeasures) tally.add(look(tile_max));
-    // P V is over by now. The wait stands in both branches, since one before them would be moved to before the maxima.
-    if (exceeds_base(tile_max)) {
-      if constexpr (kPending) await_pv<1>(value_empty);
-      raise_base(tile_max);
-    } else {
-      if constexpr (kPending) await_pv<2>(value_empty);
-    }
+    float rescale[2];
+    const bool raises = exceeds_base(tile_max);
+    if (raises) raise_base(tile_max, rescale);
+    // P V is over by now. Behind the branch, or the wait would be moved to before the maxima; all warps of the group must come to the same wait.
+    if constexpr (kPending) await_pv(value_empty);
+    if (raises) this->rescale_out(rescale);
     this->exponentiate(scores, weights, sum);
     exp_sum[0] += sum[0];
     exp_sum[1] += sum[1];
   }
 
-  template <int kPlace>
   __device__ __forceinline__ void await_pv(uint32_t value_empty) {
-    ptx::wgmma_wait<0, kPlace>();
+    ptx::wgmma_wait<0>();
     ptx::pin(out);
     release(value_empty);
   }
@@ -131,7 +128,7 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
       for (int left = stream.tiles - 1; left > 0; --left) step<true>(at, stream.tiles);
       ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity());
       this->pv_gemm(weights, this->value_operand(at.value.stage));
-      await_pv<0>(ptx::smem_address(&smem.value_empty[at.value.stage]));
+      await_pv(ptx::smem_address(&smem.value_empty[at.value.stage]));
       at.value.advance();
       this->visited = stream.tiles;
     }

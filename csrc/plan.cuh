@@ -42,7 +42,7 @@ struct __align__(1024) SharedMemory {
   static constexpr int kPanels = kHeadDim / kPanel;
   static constexpr int kKeyStages = kHeadDim == 128 ? (kLoop == Loop::kAhead ? 4 : 3) : (kLoop == Loop::kAhead ? 8 : 4);
   static constexpr int kValueStages = kLoop == Loop::kDense ? 2 * kGroups : kLoop == Loop::kAhead ? kGroups : 3;
-  static constexpr int kValueWarps = kLoop == Loop::kDense ? 1 : kLoop == Loop::kAhead ? kGroups : 0;  // of the producer, that load V alone
+  static constexpr int kBlockReaders = kConsumerWarps + (kLoop == Loop::kDense ? 1 : kLoop == Loop::kAhead ? kGroups : 0);  // warps: the consumers', and those that load V alone
   using Query = Element[kPanels][kGroupRows][kPanel];
   using Tile = Element[kPanels][kTileKeys][kPanel];
 
@@ -115,6 +115,12 @@ struct Params {
   bool is_causal, own_first;
   float scale_log2;                           // scale * log2(e)
 };
+
+// CTAs that share what they load: those that the launch paired. Not with votes, where they would wait for each other's.
+template <typename Smem>
+__device__ __forceinline__ int sharers(const Params& params) {
+  return Smem::kLoop == Loop::kDense ? params.cluster : 1;
+}
 
 // NaN and negative act as 0, more than 1 as 1.
 __device__ __forceinline__ float clamp_threshold(float lambda) { return lambda > 0.f ? fminf(lambda, 1.f) : 0.f; }

@@ -20,9 +20,13 @@ struct RingPlace {
 struct Stream {
   int start, tiles, offset1, length;  // offset1: that of group 1; group 0 starts at position 0
 
-  // alone: the CTA copies for no other, so a block without rows, which fills up a cluster, needs nothing
-  __device__ __forceinline__ Stream(const Params& params, int row0, bool own_first, bool alone) {
-    tiles = alone && row0 >= params.q_len ? 0 : params.tiles;
+  // Without votes the order means nothing but rounding; ascending gives both CTAs of a cluster the same. A measurement has the order of the votes
+  // that it foresees.
+  template <typename Smem>
+  __device__ __forceinline__ Stream(const Params& params, const Smem&, int row0) {
+    const bool own_first = params.own_first && (Smem::kLoop != Loop::kDense || params.trials > 0);
+    // A block without rows fills up a cluster: of use where it copies for the other CTA.
+    tiles = Smem::kLoop == Loop::kAhead && row0 >= params.q_len ? 0 : params.tiles;
     if (params.is_causal) tiles = min(tiles, (min(row0 + kBlockRows, params.q_len) + kTileKeys - 1) / kTileKeys);
     int first[kGroups];
 #pragma unroll
