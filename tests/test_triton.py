@@ -288,6 +288,31 @@ def test_dense_blocks_of_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         run_case(dataclasses.replace(SMALL, Sq=rows, threshold=0.0))
 
 
+@pytest.mark.parametrize("variant", [name for name in implementation.VARIANTS if name != "plain"])
+def test_variants(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRIAL: each against the reference, in the cases that have no mask."""
+    monkeypatch.setattr(implementation, "chosen", variant)
+    for case in CASES:
+        if case.mask == "none" and not case.causal and not case.query_mask:
+            run_case(dataclasses.replace(case, tile_order=ORDERS[len(case.name) % 2]))
+
+
+@pytest.mark.parametrize("variant", ["plain", "wide_early", "wide_tma_early"])
+def test_value_of_a_tile_that_the_other_group_keeps(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second group's value of tile 1 is NaN to the first group, which skips that tile."""
+    monkeypatch.setattr(implementation, "chosen", variant)
+    query, key = torch.zeros(1, 1, 128, 16), torch.zeros(1, 1, 256, 16)
+    query[:, :, :64, 0] = query[:, :, 64:, 1] = 1
+    key[:, :, :128, 0] = key[:, :, 128:, 1] = 400
+    value = torch.ones(1, 1, 256, 16)
+    value[:, :, 128:] = math.nan
+    out, lse, counts = attend(Inputs(query, key, value, torch.tensor(1e-3), None, None))
+    assert out[:, :, :64].eq(1).all()
+    assert out[:, :, 64:].isnan().all()
+    assert lse.isfinite().all()
+    assert counts.tolist() == [[[4, 1]]]
+
+
 def test_any_strides() -> None:
     inputs = dataclasses.replace(SMALL, B=2, Hq=2, Sq=9, Skv=200).inputs()
     query, key, value = inputs[:3]

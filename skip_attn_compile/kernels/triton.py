@@ -39,10 +39,37 @@ def config(capability: tuple[int, int] | None, element_size: int, dim: int, vote
     return Config(128, 8, 2 if dim > 64 and capability == (8, 0) else 3, 128)  # three stages are 229 KB at 128
 
 
+class Variant(NamedTuple):
+    """TRIAL: how the launch that votes differs from the table; `early` and the rest as the constants of the kernel."""
+
+    block_q: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    early: bool = False
+    tma: bool = False
+    halves: int = 1
+    maxnreg: int | None = None
+
+
+PLAIN = Variant()
+VARIANTS = {
+    "plain": PLAIN,
+    "early": Variant(early=True),
+    "early_halves": Variant(early=True, halves=2),
+    "tma": Variant(tma=True),
+    "tma_early": Variant(tma=True, early=True),
+    "wide_early": Variant(128, 8, 3, early=True),
+    "wide_tma_early": Variant(128, 8, 3, early=True, tma=True),
+    "wide_tma_early_128": Variant(128, 8, 3, early=True, tma=True, maxnreg=128),  # for D = 64: two programs a multiprocessor
+}
+chosen = "plain"
+
+
 class Launch(NamedTuple):
     vote: bool  # as VOTE and WHICH of the kernel
     which: str
     config: Config
+    variant: Variant = PLAIN
 
 
 def measuring(capability: tuple[int, int] | None, element_size: int, dim: int, tile_q: int, masked: bool) -> Launch:
@@ -86,6 +113,25 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, threshold: Tensor, attn_mas
     )
 
 
+def _variant(query: Tensor, key: Tensor, value: Tensor, masked: bool, tile_order: str) -> Variant:
+    """The chosen variant where it serves, else the plain one."""
+    variant, capability = VARIANTS[chosen], _capability(query)
+    on_hopper = capability == (9, 0) and query.element_size() == 2 and 32 < max(query.shape[3], value.shape[3]) <= 128
+    if masked or not (on_hopper or capability is None):  # None: Triton's interpreter
+        return PLAIN
+    if variant.block_q == 2 * TILE_Q and tile_order == "own_first" and query.shape[2] != key.shape[2]:
+        return PLAIN  # the groups of a program may begin at different tiles
+    if variant.tma and not all(map(_describable, (key, value))):
+        return PLAIN
+    return variant
+
+
+def _describable(x: Tensor) -> bool:
+    """Whether a tensor descriptor takes x."""
+    aligned = all(stride * x.element_size() % 16 == 0 and stride > 0 for stride in x.stride()[:3])
+    return aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0 and x.numel() > 0
+
+
 def run(
     query: Tensor,
     key: Tensor,
@@ -109,7 +155,9 @@ def run(
     known = _capability(query), query.element_size(), max(query.shape[3], value.shape[3])
     votes, dense = config(*known, True), config(*known, False)
     masked = attn_mask is not None or query_mask is not None or is_causal
-    launches = (Launch(True, "all", votes),) if masked else (Launch(True, "sparse", votes), Launch(False, "dense", dense))
+    variant = _variant(query, key, value, masked, tile_order) if known[2] <= votes.chunk else PLAIN
+    votes = votes._replace(**{name: x for name in ("block_q", "num_warps", "num_stages") if (x := getattr(variant, name)) is not None})
+    launches = (Launch(True, "all", votes),) if masked else (Launch(True, "sparse", votes, variant), Launch(False, "dense", dense))
     _launch(launches, query, key, value, threshold, attn_mask, query_mask, *results, is_causal, scale, tile_order)
 
 
@@ -177,12 +225,13 @@ def _launch(
     key_mask = query if attn_mask is None else attn_mask.expand(batch, 1, 1, keys)
     row_mask = query if query_mask is None else query_mask.expand(batch, 1, rows, 1)
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
-        for vote, which, (block_q, num_warps, num_stages, chunk) in launches:
+        for vote, which, (block_q, num_warps, num_stages, chunk), variant in launches:
             block_d, block_dv = (min(dim, chunk) for dim in padded)
+            k, v = (_descriptor(key, block_d), _descriptor(value, block_dv // variant.halves)) if variant.tma else (key, value)
             _kernel()[(batch * heads * -(-rows // block_q), -(-value_dim // block_dv))](
                 query,
-                key,
-                value,
+                k,
+                v,
                 threshold,
                 key_mask,
                 row_mask,
@@ -219,10 +268,20 @@ def _launch(
                 BLOCK_DV=block_dv,
                 CHECK_D=head_dim % block_d != 0,
                 CHECK_DV=value_dim % block_dv != 0,
+                EARLY=variant.early,
+                TMA=variant.tma,
+                HALVES=variant.halves,
                 PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
                 num_warps=num_warps,
                 num_stages=num_stages,
+                **({"maxnreg": variant.maxnreg} if variant.maxnreg else {}),
             )
+
+
+def _descriptor(x: Tensor, width: int) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, TILE_K, width])
 
 
 def unavailable(problem: Problem) -> str | None:
