@@ -22,6 +22,7 @@ from skip_attn_compile import ops
 from skip_attn_compile.calibrate import THRESHOLDS
 from skip_attn_compile.kernels import Implementation, Problem, implementations, triton
 from skip_attn_compile.kernels.triton import Config, Launch
+from skip_attn_compile.results import empty_results
 
 SHAPES = ((24, 8192, 128), (24, 32768, 128), (24, 8192, 64), (24, 32768, 64))
 TILES = (((64, 128), ORDER), ((128, 128), "ascending"))
@@ -54,7 +55,7 @@ class Measured(Shape):
 
     def measurement(self, by: Implementation, tile: tuple[int, int], order: str) -> Callable[[], object]:
         def call() -> Tensor:
-            out, _, _ = ops.empty_results(self.query, self.value, self.query.device)
+            out, _, _ = empty_results(self.query, self.value)
             counts = torch.empty(1, self.heads, 1 + len(THRESHOLDS), dtype=torch.int32, device=self.query.device)
             assert by.measure is not None
             results, scale = (out, counts), self.query.shape[3] ** -0.5

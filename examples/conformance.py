@@ -32,6 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object a line, with all reasons and notes")
     parser.add_argument("models", nargs="*", help="class names (default: all)")
     options = parser.parse_args(arguments)
+    unknown = set(options.models) - set(transformer_classes())
+    if unknown:
+        parser.error(f"the installed diffusers exports no {', '.join(sorted(unknown))}")
     if not options.json:
         print(f"| {' | '.join(HEADER)} |")
         print("|---" * len(HEADER) + "|")

@@ -14,8 +14,8 @@ from torch.fx import GraphModule
 
 from skip_attn_compile.calls import Schedule
 from skip_attn_compile.composites import has_composites, open_composites
-from skip_attn_compile.config import FITTED_AT, SkipConfig
-from skip_attn_compile.frames import frames_of_graph
+from skip_attn_compile.config import Caution, SkipConfig
+from skip_attn_compile.frames import captured_code, frames_of_graph
 from skip_attn_compile.gate import Gate
 from skip_attn_compile.layers import Frame, KnownModels, LayerName, unwrap
 from skip_attn_compile.live import CompiledGraph, GraphRecord
@@ -25,7 +25,7 @@ from skip_attn_compile.rules import Decision, decide
 from skip_attn_compile.settings import Settings
 from skip_attn_compile.sites import AttentionSite, find_sites
 from skip_attn_compile.summary import KEPT_WHEN_COMPILED, build_report, kept_sites
-from skip_attn_compile.timestep import TimestepSpec
+from skip_attn_compile.timestep import TimestepSpec, check_spec
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +61,10 @@ class SkipBackend:
         self._graphs: list[GraphRecord] = []
         self._resets: list[Callable[[], None]] = []
         self._lock = threading.Lock()
+        self._updating = threading.Lock()  # from the config that is read to the one that replaces it
         self._logged: set[str] = set()
         if model is not None:
-            self.attach(model)
+            self._attach(model, asker="backend")
         _backends.add(self)
 
     @property
@@ -76,13 +77,21 @@ class SkipBackend:
 
         Needed where blocks are compiled one by one, and for a second model of one class on one backend. With disabled_until_timestep
         the model gets a forward hook that sees its noise level; timestep_spec says how it is told, for classes not known here.
+        Attach again after modules were added, removed or moved.
         """
-        self._attach(model, name, timestep_spec, None)
+        self._attach(model, name, timestep_spec)
 
-    def _attach(self, model: nn.Module, name: str, spec: TimestepSpec | None, schedule: Schedule | None) -> None:
-        if spec is not None and not isinstance(spec, TimestepSpec):
-            raise ValueError(f"timestep_spec must be a TimestepSpec(argument, scale), got {spec!r}")
-        self._models.attach(model, name)
+    def _attach(
+        self,
+        model: nn.Module,
+        name: str = "",
+        spec: TimestepSpec | None = None,
+        schedule: Schedule | None = None,
+        asker: str = "attach",
+    ) -> None:
+        if spec is not None:
+            check_spec(spec, model)
+        self._models.attach(model, name, asker)
         self._gate.attach(model, spec, schedule)
 
     def update(
@@ -98,7 +107,8 @@ class SkipBackend:
         calibration, and where the change would need a recompile: for a site that was kept because the config had no operating point
         for it, and where every site was kept.
         """
-        self._use(self._updated(threshold, target_sparsity, disabled_until_timestep))
+        with self._updating:
+            self._use(self._updated(threshold, target_sparsity, disabled_until_timestep))
 
     def _use(self, config: SkipConfig) -> None:
         self._settings.update(config)
@@ -153,7 +163,6 @@ class SkipBackend:
         *,
         mode: str | None = None,
         options: dict[str, Any] | None = None,
-        **_: Any,
     ) -> Callable[..., Any]:
         """Compile one graph that Dynamo captured; mode and options are torch.compile's."""
         inner = self._inner_compiler(mode, options)
@@ -164,7 +173,7 @@ class SkipBackend:
         frames = frames_of_graph([site.module_ids for site in sites], example_inputs, self._models) if sites else []
         for frame in frames:
             frame.timestep_input = self._gate.find_input(work, frame, self._models)
-        record = GraphRecord(frames, self._decide(sites, frames))
+        record = GraphRecord(captured_code(), frames, self._decide(sites, frames))
         self._log(record)
         if not record.rewritten:  # the graph as Dynamo made it: bitwise what plain compile gives
             compiled = inner(gm, list(example_inputs))
@@ -192,7 +201,8 @@ class SkipBackend:
         if self._inner == "inductor":
             # What torch.compile itself uses for its default backend: checks and translates mode and options.
             inductor = torch._TorchCompileInductorWrapper(mode, options, None)
-            self._resets.append(inductor.reset)
+            with self._lock:
+                self._resets.append(inductor.reset)
             return inductor
         given = {name: value for name, value in (("mode", mode), ("options", options)) if value}
         compiler = self._inner if callable(self._inner) else torch._dynamo.lookup_backend(self._inner)
@@ -212,7 +222,7 @@ class SkipBackend:
             for reason in row.reasons:
                 if reason not in self._logged:
                     self._logged.add(reason)
-                    warns = reason in unserved or reason.endswith(FITTED_AT)
+                    warns = reason in unserved or isinstance(reason, Caution)
                     log.log(logging.WARNING if warns else logging.INFO, "%s is %s: %s", row.name, row.decision, reason)
 
 

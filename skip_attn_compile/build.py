@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from skip_attn_compile.machine_code import check_log, check_sass
+
 log = logging.getLogger(__name__)
 
 ARCHITECTURES = ("90a",)
@@ -33,9 +35,6 @@ LIBRARY = "skip_attn_compile_sm90.so"
 INSTANCES = tuple((element, head_dim) for element in ("kBFloat16", "kFloat16") for head_dim in (128, 64))
 KERNELS = 4 * len(INSTANCES)  # attention and measuring, with masks and without
 FLAGS = ("-O3", "-std=c++17", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=hidden")
-
-# Lines of ptxas that mean a slow kernel: wgmma serialised or setmaxnreg ignored (C75xx), registers spilled to local memory.
-_SLOW = re.compile(r"\(C75\d\d\)|setmaxnreg ignored|\b[1-9]\d* bytes (?:stack frame|spill)")
 
 
 class BuildError(RuntimeError):
@@ -67,7 +66,7 @@ def unavailable() -> str | None:
         if _carried() is None:
             toolchain()
             sources()
-    except BuildError as error:
+    except (BuildError, OSError, ImportError) as error:  # an nvcc that cannot be run, a library of tvm_ffi that cannot be loaded
         return str(error)
     return None
 
@@ -160,37 +159,6 @@ def sources() -> tuple[Path, ...]:
     raise BuildError("the kernel's sources are not installed, and no built library is; reinstall skip_attn_compile")
 
 
-def check_log(text: str) -> list[str]:
-    """The lines of a compiler log that mean a slow kernel, with the function each belongs to; empty is good."""
-    found, function = [], ""
-    for line in text.splitlines():
-        if match := re.search(r"Function properties for (\S+)|Compiling entry function '(\S+?)'", line):
-            function = match[1] or match[2]
-        if _SLOW.search(line):
-            found.append(f"{line.strip()} [{function}]")
-    return found
-
-
-def check_sass(target: Path) -> list[str]:
-    """What is wrong with the machine code: kernels without HGMMA, or with local memory. ["..."] too where it cannot be read."""
-    tool = _cuobjdump()
-    if tool is None:
-        return ["cuobjdump was not found, the machine code was NOT checked; pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"]
-    environment = {**os.environ, "PATH": f"{tool.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-    dump = subprocess.run([tool, "-sass", target], capture_output=True, text=True, check=False, env=environment)
-    kernels = re.split(r"^\s*Function : ", dump.stdout, flags=re.MULTILINE)[1:]
-    if dump.returncode or not kernels:
-        return [f"{tool} could not read {target}: {dump.stderr.strip() or 'no kernels in it'}"]
-    found = [] if len(kernels) == KERNELS else [f"expected {KERNELS} kernels in {target}, found {len(kernels)}"]
-    for text in kernels:
-        name = text.split(None, 1)[0]
-        if "HGMMA" not in text:
-            found.append(f"{name} has no HGMMA instruction: it does not use the tensor cores as built for sm_90a")
-        if re.search(r"\b(LDL|STL)\b", text):
-            found.append(f"{name} uses local memory (LDL/STL)")
-    return found
-
-
 def _compile(arch: str, tools: Toolchain, files: Sequence[Path], target: Path) -> None:
     place = {file.name: file for file in files}
     gencode = f"-gencode=arch=compute_{arch},code=sm_{arch}"
@@ -238,14 +206,6 @@ def _carried() -> Path | None:
     return in_wheel if in_wheel.is_file() else None
 
 
-def _cuobjdump() -> Path | None:
-    beside = [Path(prefix) / "bin" / "cuobjdump" for prefix in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if prefix]
-    packages = Path(sysconfig.get_path("purelib"))
-    beside += [*packages.glob("nvidia/*/bin/cuobjdump"), *packages.glob("triton/backends/nvidia/bin/cuobjdump")]
-    on_path = shutil.which("cuobjdump")
-    return next((path for path in [*([Path(on_path)] if on_path else []), *beside] if path.is_file()), None)
-
-
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
@@ -267,20 +227,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.check and options.out is None:
             with tempfile.TemporaryDirectory() as scratch:
                 target = build(options.arch, Path(scratch))
-                wrong = check_sass(target)
+                wrong = check_sass(target, KERNELS)
         else:
             target = build(options.arch, options.out)
-            wrong = check_sass(target) if options.check else []
+            wrong = check_sass(target, KERNELS) if options.check else []
             print(target)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if options.check and not wrong:
+    if wrong is None:
+        missing = "cuobjdump was not found, the machine code was NOT checked; pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+        print(f"warning: {missing}", file=sys.stderr)
+    elif options.check and not wrong:
         print(f"{KERNELS} kernels for sm_{options.arch}: no serialised wgmma, no spills, HGMMA in each")
-    unreadable = [line for line in wrong if line.startswith("cuobjdump was not found")]
-    for line in wrong:
-        print(("warning: " if line in unreadable else "error: ") + line, file=sys.stderr)
-    return 0 if len(wrong) == len(unreadable) else 1
+    for line in wrong or ():
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from skip_attn_compile.observe import Observer
 from skip_attn_compile.pipeline import SchedulerLevel, denoisers
 from skip_attn_compile.progress import progress as show_progress
 from skip_attn_compile.rules import policy
+from skip_attn_compile.state import described
 from skip_attn_compile.summary import unmatched_patterns
 
 log = logging.getLogger(__name__)
@@ -68,10 +69,10 @@ def calibrate(
     want = lambda layer, kv_len: select if kv_len >= min_kv_len and not policy(select, layer).reasons else None
     state_file = None if state is None else Path(state)
     observer = Observer(models, want, schedule, setup.thresholds, tile_order, setup.tile)
-    measurement = Measurement(setup)
+    measurement = Measurement(setup, described(models))
     if state_file is not None:
         check_writable("state", state_file)
-        measurement = _resumed(state_file, setup, observer.modules, len(todo)) if state_file.exists() else measurement
+        measurement = _resumed(state_file, measurement, observer.modules, len(todo)) if state_file.exists() else measurement
     observer.levels.update(cell.t for cell in (*measurement.fitted, *measurement.held_out) if cell.t is not None)
     with show_progress("calibration", len(todo), done=measurement.items, show=progress) as advance:
         first = measurement.items
@@ -134,12 +135,14 @@ def warn_of_unmatched(configs: Iterable[SkipConfig], seen: Iterable[LayerName]) 
         log.warning("%s", text)
 
 
-def _resumed(path: Path, setup: Setup, modules: Mapping[LayerName, nn.Module], items: int) -> Measurement:
-    """What the state file holds; ValueError where that is not a part of this calibration."""
+def _resumed(path: Path, wanted: Measurement, modules: Mapping[LayerName, nn.Module], items: int) -> Measurement:
+    """What the state file holds; ValueError where that is not a part of the `wanted` calibration."""
     found = Measurement.load(path)
     elsewhere = "give another state file, or remove it"
-    if found.setup != setup:
-        raise ValueError(f"{path} holds another calibration, {found.setup}, this one is {setup}; {elsewhere}")
+    if found.setup != wanted.setup:
+        raise ValueError(f"{path} holds another calibration, {found.setup}, this one is {wanted.setup}; {elsewhere}")
+    if found.models != wanted.models:
+        raise ValueError(f"{path} holds the calibration of another model, {_named(found)}, this one is {_named(wanted)}; {elsewhere}")
     layers = [LayerName(cell.component, cell.layer) for cell in (*found.fitted, *found.held_out)]
     foreign = next((layer.full for layer in layers if layer not in modules), None)
     if foreign is not None:
@@ -147,6 +150,10 @@ def _resumed(path: Path, setup: Setup, modules: Mapping[LayerName, nn.Module], i
     if found.items > items:
         raise ValueError(f"{path} holds {found.items} items, more than the {items} that are given; give them all, or {elsewhere}")
     return found
+
+
+def _named(measurement: Measurement) -> str:
+    return "; ".join(f"{name}: {model}" if name else model for name, model in measurement.models.items())
 
 
 def _nothing_measured(models: Iterable[str], min_kv_len: int, kept: Mapping[str, int]) -> str:

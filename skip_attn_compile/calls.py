@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from skip_attn_compile.frames import calls_around
 from skip_attn_compile.timestep import Level, Reading, TimestepSpec
 
 Schedule = Callable[[], Level | None]  # the scheduler's own noise level of the step that is running, None where it is not known
@@ -109,6 +110,11 @@ def _enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object
     watched, outer = _watches.get(module), _calls.get()
     if watched is None:  # a copy of a model that is watched
         return
+    if outer is not None:  # after a KeyboardInterrupt torch runs no hook that would end a call
+        running = calls_around(module)
+        while outer is not None and outer.depth >= running[id(outer.module())]:
+            outer = outer.outer
+        _calls.set(outer)
     depth = outer.depth + 1 if outer is not None and outer.module() is module else 0
     for watch in watched.by:
         argument = watch.argument(args, kwargs)

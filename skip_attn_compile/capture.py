@@ -1,11 +1,13 @@
 """Attention that depends on values, such as Mochi's on the number of real text tokens: let Dynamo capture it, in one model alone."""
 
 import threading
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
+from skip_attn_compile.frames import calls_around
 from skip_attn_compile.layers import unwrap
 
 _FLAGS = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
@@ -15,7 +17,8 @@ def capture(model: nn.Module) -> "Capture":
     """Switch Dynamo's two capture flags on while `model` runs, when it is compiled again later too, and nowhere else.
 
     For models that the report says are split by an operator whose output shape depends on values (MochiTransformer3DModel): without
-    the flags that attention stays outside every graph. Returns what takes it off again; ValueError where model is no torch.nn.Module.
+    the flags that attention stays outside every graph. A KeyboardInterrupt leaves them on until the model is called again.
+    Returns what takes it off again; ValueError where model is no torch.nn.Module.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"capture needs the torch.nn.Module that is compiled, got {type(model).__name__}")
@@ -37,26 +40,42 @@ class Capture:
 
 
 _lock = threading.Lock()
-_depth = 0  # calls that run, in all threads
+_inside: dict[int, list[weakref.ref[nn.Module]]] = {}  # thread -> the models that it is running, the innermost last
 _before: dict[str, bool] = {}  # the flags before the first of them
 
 
 @torch.compiler.disable
-def _enter(*_: object) -> None:
-    global _depth
+def _enter(model: nn.Module, _: object) -> None:
     with _lock:
-        if _depth == 0:
+        _forget_interrupted(model)
+        if not any(_inside.values()):
             _before.update({flag: getattr(torch._dynamo.config, flag) for flag in _FLAGS})
-        _depth += 1
-        for flag in _FLAGS:
-            setattr(torch._dynamo.config, flag, True)
+        _inside.setdefault(threading.get_ident(), []).append(weakref.ref(model))
+        _set(dict.fromkeys(_FLAGS, True))
 
 
 @torch.compiler.disable
-def _leave(*_: object) -> None:
-    global _depth
+def _leave(model: nn.Module, *_: object) -> None:
     with _lock:
-        _depth -= 1
-        # At once, not only after the last call: from torch 2.12 on each thread has flags of its own.
-        for flag, value in _before.items():
-            setattr(torch._dynamo.config, flag, value)
+        own = _inside.get(threading.get_ident(), [])
+        if not own or own[-1]() is not model:  # another hook failed before `_enter` could run
+            return
+        own.pop()
+        if not own:  # though other threads may be inside: from torch 2.12 on each thread has flags of its own
+            _set(_before)
+
+
+def _forget_interrupted(entering: nn.Module) -> None:
+    """After a KeyboardInterrupt torch runs no hook that would end a call."""
+    own = _inside.get(threading.get_ident())
+    if own:
+        running = calls_around(entering)
+        while own and own.count(own[-1]) > running[id(own[-1]())]:
+            own.pop()
+        if not own:
+            _set(_before)
+
+
+def _set(flags: dict[str, bool]) -> None:
+    for flag, value in flags.items():
+        setattr(torch._dynamo.config, flag, value)

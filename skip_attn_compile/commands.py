@@ -40,6 +40,7 @@ Script = Annotated[str, typer.Argument(help="PATH.py:FUNCTION; the function retu
 Target = Annotated[float | None, typer.Option(min=0, max=1, help="share of the tiles to skip")]
 Gate = Annotated[float, typer.Option(min=0, max=1, help="disabled_until_timestep: calls at noise levels above it are dense; 0 is no gate")]
 Out = Annotated[Path | None, typer.Option(help="config.json to write the curve into; for a pipeline, its folder")]
+State = Annotated[Path | None, typer.Option(help="file that keeps what was measured; a run that was stopped goes on from it")]
 Include = Annotated[list[str] | None, typer.Option(help="pattern of layers to measure; may be repeated")]
 Ignore = Annotated[list[str] | None, typer.Option(help="pattern of layers to leave dense; may be repeated")]
 Picture = Annotated[Path | None, typer.Option(help="where to draw points, curve and range, and shares by layer and step")]
@@ -54,7 +55,7 @@ def calibrate(
     gate: Gate = 0.0,
     out: Out = None,
     picture: Picture = None,
-    state: Annotated[Path | None, typer.Option(help="file that keeps what was measured; a run that was stopped goes on from it")] = None,
+    state: State = None,
     tile_order: Annotated[str, typer.Option(help="ascending, or own_first; other servers are ascending")] = "ascending",
     tile_q: Annotated[int, typer.Option(help="rows of a tile: 64 as we serve, 128 as ModelOpt and TensorRT-LLM do")] = 64,
     include: Include = None,
@@ -108,7 +109,8 @@ def show(
 def sensitivity(
     script: Script,
     config: Annotated[Path | None, typer.Option(help="a config.json with a curve, or a pipeline's folder")] = None,
-    threshold: Annotated[float | None, typer.Option(help="lambda, instead of the config's target")] = None,
+    target: Annotated[float | None, typer.Option(min=0, max=1, help="share of the tiles to skip, instead of the config's")] = None,
+    threshold: Annotated[float | None, typer.Option(help="lambda, instead of a target")] = None,
     psnr: Annotated[float, typer.Option(help="the least that every item must keep, in dB against the dense run")] = 30.0,
     peak: Annotated[float | None, typer.Option(help="largest minus smallest value of the output; by default the dense run's")] = None,
     alone: Annotated[bool, typer.Option(help="one run for each layer, for its error in the final output")] = True,
@@ -118,23 +120,26 @@ def sensitivity(
     include: Include = None,
     ignore: Ignore = None,
     min_kv_len: Annotated[int, typer.Option(help="calls with fewer keys stay dense")] = 1024,
+    state: State = None,
     out: Annotated[Path | None, typer.Option(help="config.json to write curve and proposal into; for a pipeline, its folder")] = None,
 ) -> None:
     """Which layers and steps to leave dense for a quality budget."""
     if config is None and threshold is None:
         raise typer.BadParameter("give --config, --threshold or both: errors are those of an operating point")
+    if target is not None and (config is None or threshold is not None):
+        raise typer.BadParameter("--target needs --config, whose curve says what to skip for it, and takes no --threshold")
     if out is not None and (config is None or threshold is not None or tile_order is not None):
         raise typer.BadParameter("--out needs --config, and takes no --threshold or --tile-order: a config.json holds a curve and a target")
     if out is not None and include:
         raise typer.BadParameter(_NO_INCLUDE)
     pipe_or_model, run, items = _build(script)
     given: dict[str, Any] = {"threshold": threshold, "disabled_until_timestep": gate, "tile_order": tile_order, "min_kv_len": min_kv_len}
-    given |= {"include": include or None, "ignore": ignore or None}
+    given |= {"target_sparsity": target, "include": include or None, "ignore": ignore or None}
     fields = {name: value for name, value in given.items() if value is not None}
     with _told():
         point = SkipConfig(**fields) if config is None else SkipConfig.from_checkpoint(config, **fields)
         _check_places(list(models_of(pipe_or_model, "sensitivity")[0]), out, None)
-        options: dict[str, Any] = {"psnr": psnr, "peak": peak, "alone": alone, "attention_share": attention_share}
+        options: dict[str, Any] = {"psnr": psnr, "peak": peak, "alone": alone, "attention_share": attention_share, "state": state}
         found = run_sensitivity(pipe_or_model, run, items, config=point, **options)
         print(found)
         if out is not None:

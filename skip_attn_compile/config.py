@@ -22,8 +22,11 @@ from skip_attn_compile.validate import (
 log = logging.getLogger(__name__)
 
 TILE_ORDERS = ("ascending", "own_first")
-FITTED_AT = "that the curve was fitted at"
 IMPLEMENTATIONS = ("auto", "reference", "sm90", "triton", "flashinfer")
+
+
+class Caution(str):
+    """A remark in a report that is logged as a warning: the user can act on it."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Calibration(Checked):
             beyond.append(f"the target {target_sparsity:g} lies outside the shares {low:g} to {high:g} that the curve was fitted on")
         if self.kv_lens and kv_len is not None and not min(self.kv_lens) <= kv_len <= max(self.kv_lens):
             lengths = " to ".join(f"{n:,}" for n in dict.fromkeys((min(self.kv_lens), max(self.kv_lens))))
-            beyond.append(f"{kv_len:,} keys are not the {lengths} {FITTED_AT}")
+            beyond.append(Caution(f"{kv_len:,} keys are not the {lengths} that the curve was fitted at"))
         return beyond
 
     def threshold_at(self, target_sparsity: float, kv_len: int) -> float:
@@ -113,7 +116,7 @@ class Rule(Checked):
         object.__setattr__(self, "target_sparsity", check_target_sparsity(self.target_sparsity))
         _check_calibration(self.calibration)
         given = [name for name in ("threshold", "target_sparsity") if getattr(self, name) is not None] + ["dense"] * self.dense
-        choices = "threshold, target_sparsity and or calibration, dense=True"
+        choices = "threshold, target_sparsity, calibration (or both of these), dense=True"
         if len(given) > 1 or (self.calibration is not None and given not in ([], ["target_sparsity"])):
             given += ["calibration"] * (self.calibration is not None)
             raise ValueError(f"Rule({self.pattern!r}) must set one of {choices}, got {', '.join(given)}")
@@ -189,7 +192,8 @@ class SkipConfig(Checked):
         """`{"sparse_attention_config": ...}` for a component's config.json; ValueError where the format cannot say what this config says.
 
         It holds curve, target_sparsity, gate and both ignore lists, and of how a kernel is run what belongs to the curve, tiles and their
-        order. like: a source as for `from_checkpoint`, whose other facts (targets, dense first steps) are kept.
+        order; not min_kv_len and implementation, which are for the machine that serves to choose.
+        like: a source as for `from_checkpoint`, whose other facts (targets, dense first steps) are kept.
         """
         from skip_attn_compile import checkpoint
 

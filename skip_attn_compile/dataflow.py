@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 from torch.fx import Node
+
+from skip_attn_compile.sizes import is_one, same_size
 
 Dims = tuple[int | None, ...]
 """For every dimension of one tensor the dimension of another that lies along it, None where the other does not vary."""
@@ -60,17 +62,6 @@ def written_by(node: Node) -> Sequence[Node]:
 def broadcast_dims(shape: Sequence[Any], rank: int) -> Dims:
     """A tensor's dimensions when it is broadcast to `rank` dimensions: the last ones are its own."""
     return (*[None] * (rank - len(shape)), *range(len(shape)))
-
-
-def same_size(a: int | SymInt, b: int | SymInt) -> bool:
-    """Equality of sizes without a guard: symbolic sizes are equal when they are the same expression."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(a == b)
-
-
-def is_one(size: int | SymInt) -> bool:
-    return same_size(size, 1)
 
 
 def _moved(node: Node, given: Sequence[Any], made: Sequence[Any]) -> Dims | None:

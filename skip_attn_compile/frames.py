@@ -1,6 +1,7 @@
 """What Dynamo is capturing: the modules that its Python frame can see, and which of them the graph was captured from."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -9,6 +10,13 @@ from typing import Any
 from torch import nn
 
 from skip_attn_compile.layers import Anchor, Frame, KnownModels, clean_path, unwrap
+
+
+def captured_code() -> CodeType:
+    """Of the Python frame that Dynamo is compiling."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().f_code
 
 
 def frames_of_graph(module_ids: Sequence[tuple[int, ...]], example_inputs: Sequence[object], models: KnownModels) -> list[Frame]:
@@ -122,6 +130,18 @@ def self_of(frame: FrameType) -> object:
     found = values.get("self")
     if isinstance(values, dict):
         values.clear()  # before Python 3.13 it is a copy that the frame keeps: what the caller deletes would live on in it
+    return found
+
+
+def calls_around(module: nn.Module) -> Counter[int]:
+    """id(module) -> how many of its calls are on this thread's Python stack, around the call of `module` that is beginning."""
+    found: Counter[int] = Counter()
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_wrapped_call_impl":
+            found[id(self_of(frame))] += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    found[id(module)] -= 1
     return found
 
 

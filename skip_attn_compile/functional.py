@@ -52,16 +52,18 @@ def skip_softmax_attention(
     if isinstance(threshold, Tensor):
         threshold_tensor = threshold
     elif is_finite(threshold) and threshold >= 0:
-        threshold_tensor = torch.full((), float(threshold), dtype=torch.float32, device=query.device)
+        threshold_tensor = torch.full((), min(float(threshold), 1.0), dtype=torch.float32, device=query.device)
     else:
         raise ValueError(f"threshold must be a finite number >= 0 or a float32 tensor [] or [batch], got {threshold!r}")
+    if scale is not None and not is_finite(scale):
+        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
     if not torch.compiler.is_compiling():  # there the operator's fake does it; Dynamo cannot trace the messages
         check_inputs(query, key, value, threshold_tensor, attn_mask, None)
     if tile_order not in TILE_ORDERS:
         raise ValueError(f"tile_order must be one of {', '.join(TILE_ORDERS)}, got {tile_order!r}")
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal and attn_mask exclude each other, got both; put the causal part into attn_mask")
-    if query.shape[1] != key.shape[1] and not enable_gqa:
+    if query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:  # for other ranks the operator has the words
         raise ValueError(f"{query.shape[1]} query heads over {key.shape[1]} key heads need enable_gqa=True")
     out, lse, counts = attention(query, key, value, threshold_tensor, attn_mask, None, is_causal, scale, tile_order, "auto")
     results: list[Tensor | SkipStats] = [out]

@@ -15,8 +15,8 @@ from torch.fx import GraphModule
 
 from skip_attn_compile.calls import Call, Schedule, Watch, argument_position, innermost_call
 from skip_attn_compile.layers import Candidate, Frame, KnownModels, forward_codes, unwrap
-from skip_attn_compile.runs import StepLog
 from skip_attn_compile.settings import Settings
+from skip_attn_compile.steps import StepLog
 from skip_attn_compile.timestep import Level, Reading, TimestepSpec, current, spec_of
 
 _EXPLICIT = "or wrap the call in `with skip_attn_compile.timestep(t):`"

@@ -59,6 +59,7 @@ class KnownModel:
         return {path: name for path, name in named.items() if not any(is_within(other, path) for other in named if other != path)}
 
 
+_MOST_REMEMBERED = 1024  # callers, by Parameter: offloading replaces these again and again
 _NO_MODEL = KnownModel(lambda: None, "")  # type: ignore[arg-type]  # of plain functions
 
 
@@ -70,9 +71,9 @@ class KnownModels:
         self._lock = threading.Lock()
         self.generation = 0  # changes whenever the list does
 
-    def attach(self, model: nn.Module, name: str = "") -> KnownModel:
+    def attach(self, model: nn.Module, name: str = "", asker: str = "attach") -> KnownModel:
         if not isinstance(model, nn.Module):
-            raise ValueError(f"attach needs the torch.nn.Module whose layers are to be named, got {type(model).__name__}")
+            raise ValueError(f"{asker} needs the torch.nn.Module whose layers are to be named, got {type(model).__name__}")
         if not isinstance(name, str):
             raise ValueError(f"name must be a string, the component's name such as 'transformer', got {name!r}")
         model = unwrap(model)
@@ -158,6 +159,8 @@ class Frame:
                 return cached
             owners = [c for c in candidates if c.holds(index, tensor)]
             if len(owners) == 1:  # a Parameter that two candidates share tells nothing: try the next
+                if len(self._by_id) >= _MOST_REMEMBERED:
+                    self._by_id.clear()
                 self._by_id[id(tensor)] = owners[0]
                 return owners[0]
         # A graph without any Parameter has nothing to compare; with one candidate there is nothing to tell apart either.
@@ -167,16 +170,19 @@ class Frame:
         if self.root_class is None:
             yield Candidate(_NO_MODEL, self.function, ())
             return
+        # Where a model and one inside it are attached, the inner one names its own modules.
+        named: dict[nn.Module, tuple[KnownModel, str]] = {}
         for known in models.live():
             for path, module in known.modules():
-                if type(module) is not self.root_class:
-                    continue
-                # Every name of a shared module: who shares the owner of a Parameter must be seen to hold it too.
-                tree = {clean_path(module, name): m for name, m in module.named_modules(remove_duplicate=False)}
-                if all(site in tree for site in self.sites.values()):
-                    owners = (tree.get(anchor.owner) for anchor in self.anchors)
-                    references = (None if owner is None else weakref.ref(owner) for owner in owners)
-                    yield Candidate(known, path, tuple(zip(references, (anchor.name for anchor in self.anchors), strict=True)))
+                if type(module) is self.root_class and (module not in named or len(path) < len(named[module][1])):
+                    named[module] = known, path
+        for module, (known, path) in named.items():
+            # Every name of a shared module: who shares the owner of a Parameter must be seen to hold it too.
+            tree = {clean_path(module, name): m for name, m in module.named_modules(remove_duplicate=False)}
+            if all(site in tree for site in self.sites.values()):
+                owners = (tree.get(anchor.owner) for anchor in self.anchors)
+                references = (None if owner is None else weakref.ref(owner) for owner in owners)
+                yield Candidate(known, path, tuple(zip(references, (anchor.name for anchor in self.anchors), strict=True)))
 
 
 def unwrap(module: nn.Module) -> nn.Module:

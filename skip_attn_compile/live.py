@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ from skip_attn_compile.rules import Decision, Policy, policy
 from skip_attn_compile.settings import Settings
 
 ATTACH = "call attach(model) on the backend so that its layers have names"
+ALIKE = (
+    f"{ATTACH}; where they all have, the inputs of the graph do not tell them apart (offloading, a graph break around attention): then give"
+    " them one rule"
+)
 
 CLAMPED = (
     "%s: at %d keys lambda = %.4g for target_sparsity %g is clamped to 1, and the target will not be met;"
@@ -24,6 +29,8 @@ DEVICE_GATE = (
     "%s: whether its noise level lies above disabled_until_timestep=%g is known on the device alone, but its attention takes lambda on the"
     " host, so its calls are dense; give the level as a number, `with skip_attn_compile.timestep(t):`, or choose another implementation"
 )
+
+_MOST_SIZES = 4096  # remembered as checked, of a graph whose lengths vary
 
 Callers = tuple[Candidate | None, ...]  # for each frame of a graph, the module that is calling
 
@@ -46,6 +53,7 @@ class Slot:
 class GraphRecord:
     """What is known of one compiled graph."""
 
+    code: CodeType  # of the Python frame that Dynamo captured
     frames: list[Frame]
     decisions: list[Decision]  # of every site, in the graph's order
     device: torch.device | None = None  # of counts, and of control too unless some kernel takes lambda on the host; None: all kept
@@ -55,6 +63,10 @@ class GraphRecord:
     @property
     def rewritten(self) -> list[int]:
         return [index for index, decision in enumerate(self.decisions) if not decision.kept]
+
+    @property
+    def function(self) -> str:
+        return self.code.co_name
 
     def frame_of(self, site: int) -> int:
         return next(n for n, frame in enumerate(self.frames) if site in frame.sites)
@@ -135,12 +147,14 @@ class CompiledGraph:
         # An unknown caller gets only what every module that it may be would get.
         policies = {policy(config, candidate.layer(frame.sites[site])) for candidate in frame.candidates(self._models)}
         alike = len({p.control for p in policies}) == 1
-        effect = "it gets what all candidates get" if alike else "it stays dense"
-        self._settings.warn_once("a call of %s comes from a module that is not known, so %s; %s", frame.function, effect, ATTACH)
+        effect, remedy = "it gets what all candidates get" if alike else "it stays dense", ALIKE if policies else ATTACH
+        self._settings.warn_once("a call of %s comes from a module that is not known, so %s; %s", frame.function, effect, remedy)
         return policies.pop() if alike else Policy()
 
     def _check_lambdas(self, slot: Slot, sizes: tuple[int, ...]) -> None:
         """Warn, once for each site and length, where a calibrated lambda reaches 1. Lengths under a mask are not known on the host."""
+        if len(slot.sizes_checked) >= _MOST_SIZES:
+            slot.sizes_checked.clear()
         slot.sizes_checked.add(sizes)
         values = dict(zip(self._size_inputs.values(), sizes, strict=True))
         for site, asked in zip(self._record.rewritten, slot.policies, strict=True):

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from skip_attn_compile.dataflow import Dims, broadcast_dims, is_one, made_of, written_by
+from skip_attn_compile.dataflow import Dims, broadcast_dims, made_of, written_by
+from skip_attn_compile.sizes import is_one
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,13 @@ order to compare with ModelOpt's curves. It runs on the first implementation tha
 the one that will serve where that measures; the reference, which measures any, comes last.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from skip_attn_compile.kernels import Implementation
 from skip_attn_compile.operands import check_inputs
-from skip_attn_compile.ops import output_stride, problem_of, start
-
-if TYPE_CHECKING:
-    from skip_attn_compile.kernels import Implementation
+from skip_attn_compile.ops import problem_of, start
+from skip_attn_compile.results import empty_out
 
 MOST_THRESHOLDS = 32
 
@@ -49,7 +46,7 @@ def _measure(
     results = _empty(query, value, thresholds)
     scale = query.shape[3] ** -0.5 if scale is None else scale
 
-    def run(by: "Implementation") -> None:
+    def run(by: Implementation) -> None:
         assert by.measure is not None  # else it were not chosen
         by.measure(query, key, value, thresholds, attn_mask, query_mask, results, is_causal, scale, tile_order, (tile_q, tile_k))
 
@@ -95,6 +92,5 @@ def _check(
 
 
 def _empty(query: Tensor, value: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:
-    shape = (*query.shape[:3], value.shape[3])
-    out = torch.empty_strided(shape, output_stride(query, value.shape[3]), dtype=query.dtype, device=query.device)
-    return out, torch.empty((*query.shape[:2], 1 + thresholds.shape[0]), dtype=torch.int32, device=query.device)
+    counts = torch.empty((*query.shape[:2], 1 + thresholds.shape[0]), dtype=torch.int32, device=query.device)
+    return empty_out(query, value), counts

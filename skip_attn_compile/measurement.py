@@ -10,7 +10,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skip_attn_compile.checkpoint import CheckpointSparsity
+from skip_attn_compile.checkpoint_format import CheckpointSparsity
 from skip_attn_compile.config import Calibration, Rule, SkipConfig
 from skip_attn_compile.files import write_whole
 from skip_attn_compile.fit import Fit, MeasuredCurve, fit_curves
@@ -24,7 +24,7 @@ from skip_attn_compile.validate import check_cutoff, check_ints, check_target_sp
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 _MAX_BYTES = 2**30  # of a state file: 40 layers of two calls, 50 steps and ten bins of lengths take 30 MiB
 
 
@@ -75,10 +75,12 @@ class Measurement:
 
     items: how many were run. fitted, held_out: cell -> [visited, skipped at each threshold ..., visited times keys].
     times: (component, length bin) -> the number of items that had it; of these every second one is held out.
+    models: component -> its class and size, to tell whether a run that goes on is of the same models.
     attention_classes: component -> class names of the attention modules that were measured; a checkpoint names them as its targets.
     """
 
     setup: Setup
+    models: dict[str, str] = field(default_factory=dict)
     items: int = 0
     fitted: Counts = field(default_factory=dict)
     held_out: Counts = field(default_factory=dict)
@@ -214,6 +216,7 @@ class Measurement:
         data = {
             "skip_attn_compile_measurement": _FORMAT,
             "setup": asdict(self.setup),
+            "models": self.models,
             "items": self.items,
             "attention_classes": self.attention_classes,
             "times": [[*where, count] for where, count in self.times.items()],
@@ -232,23 +235,25 @@ class Measurement:
             given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data["setup"].items()}
             setup = Setup(**given)
             fitted, held_out = ({Cell(*row): counts for *row, counts in data[key]} for key in ("fitted", "held_out"))
-            items, classes = data["items"], data["attention_classes"]
+            models, items, classes = data["models"], data["items"], data["attention_classes"]
             times = Counter({(component, length_bin): count for component, length_bin, count in data["times"]})
             if not (isinstance(items, int) and items > 0 and fitted and all(_holds(part, setup) for part in (fitted, held_out))):
                 raise ValueError("counts that no run gives")
             if {(cell.component, cell.length_bin) for cell in fitted} != set(times) or not all(0 < n <= items for n in times.values()):
                 raise ValueError("numbers of items that no run gives")
+            if not {cell.component for cell in fitted} <= set(models) or not all(isinstance(text, str) for text in models.values()):
+                raise ValueError(f"models {models!r}")
             if not all(isinstance(text, str) for component, names in classes.items() for text in (component, *names)):
                 raise ValueError(f"attention_classes {classes!r}")
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             text = f"{path} must be a measurement written by calibrate(state=...) or Measurement.save, but is not"
             raise ValueError(f"{text}: {type(error).__name__}: {error}") from error
-        return cls(setup, items, fitted, held_out, times, classes)
+        return cls(setup, models, items, fitted, held_out, times, classes)
 
     def __str__(self) -> str:
         lines = [f"{self.items} items, {self.setup}"]
         for component in self.components:
-            lines.append(f"\n{component or 'model'}")
+            lines.append(f"\n{component or 'model'}: {self.models[component]}")
             try:
                 fitted = self.fit(component)
             except ValueError as error:

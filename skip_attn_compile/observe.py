@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from skip_attn_compile.calls import Schedule
 from skip_attn_compile.layers import LayerName
 from skip_attn_compile.measure import measure
-from skip_attn_compile.timestep import Level, float32
+from skip_attn_compile.operands import Operands
+from skip_attn_compile.timestep import Level, float32, host_level
 from skip_attn_compile.watch import Want, Watcher, kv_lens
 
 _MOST_CALLS = 4096  # that wait on a device: a pipeline of 40 layers and 50 steps waits once, a loop over many prompts stays small
@@ -60,23 +61,12 @@ class Observer(Watcher):
         self._found: dict[Cell, list[int]] = {}
         self.levels: set[float] = set()  # that are told apart
 
-    def attend(
-        self,
-        layer: LayerName,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-    ) -> Tensor:
+    def attend(self, layer: LayerName, call: Operands) -> Tensor:
+        query, key, value, *rest = call
         if query.device not in self._on_device:
             self._on_device[query.device] = torch.tensor(self._thresholds, dtype=torch.float32, device=query.device)
-        out, counts = measure(
-            query, key, value, self._on_device[query.device], key_mask, query_mask, is_causal, scale, self._tile_order, *self._tile
-        )
-        kv_len, level = _mean(kv_lens(key, key_mask)), self._gate.running_level()
+        out, counts = measure(query, key, value, self._on_device[query.device], *rest, self._tile_order, *self._tile)
+        kv_len, level = _mean(kv_lens(key, call.key_mask)), self._gate.running_level()
         self._calls.append(_Call(layer, kv_len, level, counts.sum((0, 1), dtype=torch.int64)))
         if len(self._calls) >= _MOST_CALLS:
             self._fold()
@@ -88,7 +78,7 @@ class Observer(Watcher):
         return found
 
     def _fold(self) -> None:
-        """The calls into their histograms. Waits for the device, as otherwise only `split_mask` does, for masks that are written out."""
+        """The calls into their histograms. Waits for the device; else only `key_and_query_mask` does, for masks written out."""
         calls, self._calls = self._calls, []
         for call in calls:
             kv_len, (visited, *skipped) = round(float(call.kv_len)), call.counts.tolist()
@@ -99,12 +89,11 @@ class Observer(Watcher):
             self._found[cell] = counts if before is None else [a + b for a, b in zip(before, counts, strict=True)]
 
     def _level(self, given: Level | None) -> float | None:
-        """Of a cell: float32, as `is_dense` compares it. None also for NaN and infinity, which a device may say."""
-        t = None if given is None else float32(float(given))
-        if t is None or not math.isfinite(t):
+        t = host_level(given)
+        if t is None:
             return None
         if t not in self.levels and len(self.levels) >= _MOST_LEVELS:
-            t = float32(math.ceil(1000 * min(max(t, 0.0), 1.0) - 1e-4) / 1000)  # 1e-4: float32(.9) stays .9
+            t = float32(math.ceil(1000 * t - 1e-4) / 1000)  # 1e-4: float32(.9) stays .9
         self.levels.add(t)
         return t
 

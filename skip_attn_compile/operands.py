@@ -1,18 +1,24 @@
 """What the tensors of an attention call must be, for every operator and kernel: contract, value and remedy in each error."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from skip_attn_compile.sizes import guarded
 
-def known(condition: "bool | torch.SymBool") -> bool:
-    """The truth of a size condition. Symbolic ones are guarded on where they have a value, and false where they have none."""
-    if isinstance(condition, bool):
-        return condition
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-    return guard_or_false(condition)
+class Operands(NamedTuple):
+    """What an attention call is made of, beside lambda. Shapes as in ops.py."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_mask: Tensor | None
+    query_mask: Tensor | None
+    is_causal: bool
+    scale: float | None
 
 
 def check_inputs(
@@ -56,8 +62,11 @@ def check_inputs(
     )
     if attn_mask is not None:
         _check(
-            attn_mask.dtype == torch.bool or attn_mask.is_floating_point(),
-            lambda: f"attn_mask must be boolean (True takes part) or floating point (added), got {attn_mask.dtype}; use attn_mask.bool()",
+            attn_mask.dtype in (torch.bool, torch.float32, query.dtype),
+            lambda: (
+                f"attn_mask must be boolean (True takes part), or float32 or {query.dtype} (added), got {attn_mask.dtype};"
+                " use attn_mask.bool() or attn_mask.to(query.dtype)"
+            ),
         )
         _check_broadcast("attn_mask", attn_mask, (batch, heads, rows, keys), query.device)
     if query_mask is not None:
@@ -84,7 +93,7 @@ def _check_broadcast(name: str, mask: Tensor, full: tuple[int, ...], device: tor
 
     _check(mask.device == device and mask.dim() <= len(full), problem)
     for have, want in zip(reversed(mask.shape), reversed(full), strict=False):
-        _check(known(have == 1) or have == want, problem)
+        _check(guarded(have == 1) or have == want, problem)
 
 
 # ValueError where the condition is false; a runtime assertion where it is about sizes that have no value yet.

@@ -1,4 +1,4 @@
-"""The operator `skip_attn_compile::attention`: schema, fake, dispatch. Imports only torch; kernels are imported at the first call.
+"""The operator `skip_attn_compile::attention`: schema, fake, dispatch. Implementations are imported at the first call.
 
     attention(query, key, value, threshold, attn_mask, query_mask, is_causal, scale, tile_order, implementation)
         -> (out, lse, counts)
@@ -10,17 +10,17 @@ float32 [] or [B]; out [B,Hq,Sq,Dv] in query's dtype and dimension order, lse fl
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from skip_attn_compile.operands import check_inputs, known
-
-if TYPE_CHECKING:
-    from skip_attn_compile.kernels import Implementation, Problem, RunAttention
+from skip_attn_compile import kernels
+from skip_attn_compile.kernels import Implementation, Problem, RunAttention
+from skip_attn_compile.operands import check_inputs
+from skip_attn_compile.results import empty_results
 
 log = logging.getLogger(__name__)
 
@@ -35,41 +35,13 @@ _library.define(f"attention.lambda_on_host{_SCHEMA}", tags=(*_TAGS, torch.Tag.cu
 attention = torch.ops.skip_attn_compile.attention.default
 attention_lambda_on_host = torch.ops.skip_attn_compile.attention.lambda_on_host
 
-# Memory orders of (B, H, S), outermost first. [B,S,H,D] memory comes first: it is what diffusers makes, and what a query gets whose
-# own order cannot be told (sliced, expanded, or of size 1).
-_MEMORY_ORDERS = ((0, 2, 1), (0, 1, 2), (2, 0, 1), (2, 1, 0), (1, 0, 2), (1, 2, 0))
-
-
-def output_stride(query: Tensor, value_dim: int) -> tuple[int, ...]:
-    """Strides of the result [B,Hq,Sq,Dv]: query's dimension order where query [B,Hq,Sq,D] is dense, else [B,Sq,Hq,Dv] memory."""
-    shape, stride = query.shape, query.stride()
-    order = next((order for order in _MEMORY_ORDERS if _is_dense(shape, stride, order)), _MEMORY_ORDERS[0])
-    result = [0, 0, 0, 1]
-    step = value_dim
-    for dim in reversed(order):
-        result[dim] = step
-        step *= shape[dim]
-    return tuple(result)
-
-
-def _is_dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int]) -> bool:
-    step = shape[3]
-    if not known(stride[3] == 1):
-        return False
-    for dim in reversed(order):
-        if not known(shape[dim] == 1) and not known(stride[dim] == step):
-            return False
-        step = step * shape[dim]
-    return True
-
-
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # size, stride, dtype
 
 
 class _Plan(NamedTuple):
     """What runs a call, and into what."""
 
-    run: "RunAttention"
+    run: RunAttention
     out: Layout
     lse: Layout
     counts: Layout
@@ -83,8 +55,7 @@ _PLANS_KEPT = 4096
 _empty_on_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
-@torch.library.impl(_library, "attention", "CPU")
-@torch.library.impl(_library, "attention", "CUDA")
+@torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -101,7 +72,8 @@ def _attention(
         _raise_if_gradient_needed(query, key, value, attn_mask)
     shape, device = query.shape, query.get_device()  # -1 is the CPU
     scale = shape[-1] ** -0.5 if scale is None else scale
-    call = (shape, query.stride(), query.dtype, device, attn_mask is None, query_mask is None, is_causal, tile_order, implementation)
+    masks = attn_mask is None, query_mask is None
+    call = (shape, query.stride(), query.dtype, device, value.shape[-1:], masks, is_causal, tile_order, implementation)
     plan = _plans.get(call)
     if plan is not None and _all_on(device, threshold, attn_mask, query_mask):
         results = _allocate(plan, device)
@@ -132,24 +104,28 @@ def _start(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Check and run a call of a new kind, and remember what ran it under `call`."""
     check_inputs(query, key, value, threshold, attn_mask, query_mask, lambda_on_host=lambda_on_host)
-    results = empty_results(query, value, query.device)
+    results = empty_results(query, value)
     problem = problem_of(query, key, value, attn_mask, query_mask is not None, is_causal, tile_order)
     problem = problem._replace(lambda_on_host=threshold.is_cpu)
 
-    def run(by: "Implementation") -> None:
+    def run(by: Implementation) -> None:
         of_its_device = threshold if by.lambda_on_host else threshold.to(query.device)  # where the first choice could not be started
         by.run(query, key, value, of_its_device, attn_mask, query_mask, results, is_causal, scale, tile_order)
 
     chosen = start(problem, implementation, run)
-    if call is not None and chosen.checks_arguments and call not in _plans:  # what runs the rule is not forgotten for an exception
+    if call is not None and call not in _plans and chosen.checks_arguments and _serves_all_alike(chosen, problem, implementation):
         if len(_plans) >= _PLANS_KEPT:
             _plans.clear()
         _plans[call] = _Plan(chosen.run, *((tuple(x.shape), x.stride(), x.dtype) for x in results))
     return results
 
 
-@torch.library.impl(_library, "attention.lambda_on_host", "CPU")
-@torch.library.impl(_library, "attention.lambda_on_host", "CUDA")
+def _serves_all_alike(chosen: Implementation, problem: Problem, name: str) -> bool:
+    """Would it be chosen for aligned memory, too? Else calls that are the exception would decide for all."""
+    return problem.aligned or kernels.choose(problem._replace(aligned=True), name, explicit_call=True) is chosen
+
+
+@torch.library.impl(_library, "attention.lambda_on_host", "CompositeExplicitAutograd")
 def _attention_lambda_on_host(
     query: Tensor,
     key: Tensor,
@@ -188,22 +164,18 @@ def _allocate(plan: _Plan, device: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def problem_of(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, query_mask: bool, is_causal: bool, tile_order: str
-) -> "Problem":
+) -> Problem:
     """The problem of a call with real tensors: where they start is known, too."""
-    from skip_attn_compile import kernels
-
     problem = kernels.Problem.of(query, key, value, attn_mask, query_mask, is_causal, tile_order)
     starts = query.data_ptr() | key.data_ptr() | value.data_ptr()
     return problem._replace(aligned=problem.aligned and starts % 16 == 0)
 
 
-def start(problem: "Problem", name: str, run: "Callable[[Implementation], None]") -> "Implementation":
+def start(problem: Problem, name: str, run: Callable[[Implementation], None]) -> Implementation:
     """Run the implementation that serves `problem`, and return it. Logs where that is the reference though it is a kernel's work.
 
     name: "auto", under which one that cannot be started gives way to the next, or an implementation's. ValueError where nothing serves.
     """
-    from skip_attn_compile import kernels
-
     while True:
         chosen = kernels.choose(problem, name, explicit_call=True)
         if isinstance(chosen, list):
@@ -215,10 +187,8 @@ def start(problem: "Problem", name: str, run: "Callable[[Implementation], None]"
 
 
 @lru_cache(maxsize=256)
-def _warn_slow(problem: "Problem") -> None:
+def _warn_slow(problem: Problem) -> None:
     """Once for each kind of problem."""
-    from skip_attn_compile import kernels
-
     why = kernels.choose(problem)
     log.warning("skip-softmax attention runs on the slow reference implementation: %s", "; ".join(why) if isinstance(why, list) else "")
 
@@ -252,20 +222,8 @@ def _attention_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _raise_if_gradient_needed(query, key, value, attn_mask)
     check_inputs(query, key, value, threshold, attn_mask, query_mask, lambda_on_host=lambda_on_host)
-    return empty_results(query, value, query.device)
+    return empty_results(query, value)
 
 
 torch.library.register_fake("skip_attn_compile::attention", _attention_fake, lib=_library)
 torch.library.register_fake("skip_attn_compile::attention.lambda_on_host", partial(_attention_fake, lambda_on_host=True), lib=_library)
-
-
-def empty_results(query: Tensor, value: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and counts of a call, uninitialised."""
-    batch, heads, rows, _ = query.shape
-    value_dim = value.shape[3]
-    stride = output_stride(query, value_dim)
-    return (
-        torch.empty_strided((batch, heads, rows, value_dim), stride, dtype=query.dtype, device=device),
-        torch.empty((batch, heads, rows), dtype=torch.float32, device=device),
-        torch.empty((batch, heads, 2), dtype=torch.int32, device=device),
-    )

@@ -5,6 +5,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from types import CodeType
 from typing import Any
 
@@ -88,7 +89,8 @@ class CompiledPipeline:
         for report in reports.values():
             combined.sites += report.sites
             combined.runs += report.runs
-            combined.notes += report.notes
+            combined.notes += [note for note in report.notes if note not in combined.notes]
+            combined.implementations |= report.implementations
             combined.graphs += report.graphs
         left = [name for name in self._models if name not in self.backends]
         combined.notes += [
@@ -100,9 +102,12 @@ class CompiledPipeline:
         """As `SkipBackend.update`, for every component; where one refuses, none is changed. ValueError after `uncompile`."""
         if not self._compiled:
             raise ValueError("update cannot take effect: the pipeline was uncompiled; compile_pipeline compiles it again")
-        updated = {name: backend._updated(**operating_point) for name, backend in self.backends.items()}
-        for name, backend in self.backends.items():
-            backend._use(updated[name])
+        with ExitStack() as updates:
+            for backend in self.backends.values():
+                updates.enter_context(backend._updating)
+            updated = {name: backend._updated(**operating_point) for name, backend in self.backends.items()}
+            for name, backend in self.backends.items():
+                backend._use(updated[name])
 
     def uncompile(self) -> None:
         """Give the pipeline back as it was before `compile_pipeline`: no compiled call, no hook. The report stays readable."""
@@ -207,7 +212,7 @@ def _step(pipe: Any, scheduler: Any) -> int | None:
     """
     now, timesteps = getattr(pipe, "_current_timestep", None), scheduler.timesteps
     if isinstance(now, torch.Tensor) and now.dim() == 0 and now.untyped_storage().data_ptr() == timesteps.untyped_storage().data_ptr():
-        return int(now.storage_offset() - timesteps.storage_offset())
+        return int(now.storage_offset() - timesteps.storage_offset()) // (timesteps.stride(0) or 1)
     for index in (scheduler.step_index, getattr(scheduler, "begin_index", None)):
         if index is not None:
             return int(index)

@@ -59,6 +59,8 @@ def plan(model: nn.Module, config: SkipConfig, name: str = "") -> Plan:
     """
     if not isinstance(config, SkipConfig):
         raise ValueError(f"plan needs a SkipConfig, got {config!r}; write plan(model, SkipConfig(threshold=0.1))")
-    names = {LayerName(name, path): module_class for path, module_class in KnownModels().attach(model, name).attention_modules().items()}
+    names = {
+        LayerName(name, path): module_class for path, module_class in KnownModels().attach(model, name, "plan").attention_modules().items()
+    }
     layers = tuple(PlannedLayer(layer.full, module_class, policy(config, layer)) for layer, module_class in names.items())
     return Plan(layers, tuple(unmatched_patterns(config, list(names))), config.min_kv_len, config.disabled_until_timestep)

@@ -69,7 +69,8 @@ def reference_attention(
 
     Computes in float32 (float64 for float64 inputs), under the caller's `torch.set_float32_matmul_precision`, and autocast does not
     apply. A batch item's result does not depend on the other items. Memory beyond inputs and outputs: one batch item of K and V in
-    float32 with Hq heads, and a constant number of buffers of max(SCORES_PER_CHUNK, tile_q * Skv) elements. Not differentiable.
+    float32 with Hq heads, a boolean copy of attn_mask, and a constant number of buffers of max(SCORES_PER_CHUNK, tile_q * Skv) elements.
+    Not differentiable.
     """
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], value.shape[3]

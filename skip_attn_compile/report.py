@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from skip_attn_compile.runs import Run
+from skip_attn_compile.steps import Run
 
 _SHOWN_RUNS = 6  # by str(report); to_dict has all that are remembered
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from skip_attn_compile import kernels
 from skip_attn_compile.config import Calibration, SkipConfig
-from skip_attn_compile.dataflow import same_size
 from skip_attn_compile.layers import LayerName
-from skip_attn_compile.sites import AttentionSite, Size
+from skip_attn_compile.sites import AttentionSite
+from skip_attn_compile.sizes import Size, same_size
 
 # Every reason that this module gives, as users see it; implementations add theirs (kernels.Implementation.not_supported_reasons).
 # The README's support table is made from these texts.
@@ -142,7 +142,7 @@ def reasons_of_call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     if not query.dim() == key.dim() == value.dim() == 4:
         return [REASONS["rank"].format(shapes=shapes)]
     reasons = []
-    if any(t.requires_grad for t in (query, key, value, mask) if t is not None):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, mask) if t is not None):
         reasons.append(REASONS["gradient"])
     if isinstance(dropout_p, float | int) and dropout_p != 0:
         reasons.append(REASONS["dropout"].format(dropout_p=dropout_p))

@@ -11,22 +11,21 @@ Errors and PSNR are of real runs. What is estimated is the speed-up, from the ti
 import logging
 import math
 import numbers
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from skip_attn_compile.calibrate import items_of, models_of, warn_of_unmatched
+from skip_attn_compile.comparison import Comparison, Outcomes
 from skip_attn_compile.config import SkipConfig
-from skip_attn_compile.frontier import LayerError, Point, Sensitivity, StepError, root_mean
+from skip_attn_compile.frontier import LayerError, Point, Sensitivity
 from skip_attn_compile.kernels import implementations
-from skip_attn_compile.layers import LayerName
 from skip_attn_compile.pipeline import Configs, configs_of
 from skip_attn_compile.progress import progress as show_progress
 from skip_attn_compile.schedule import cutoff_for_dense_steps, dense_steps
-from skip_attn_compile.timestep import is_dense
-from skip_attn_compile.trial import Difference, Tally, Trial, stronger, tensors
+from skip_attn_compile.state import described
+from skip_attn_compile.trial import Trial, stronger
 from skip_attn_compile.validate import check_cutoff, is_finite
 
 log = logging.getLogger(__name__)
@@ -45,6 +44,7 @@ def sensitivity(
     alone: bool = True,
     gates: Sequence[float] | None = None,
     attention_share: float = 1.0,
+    state: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Sensitivity:
     """Measure what skipping at the operating point of `config` costs, by layer and step, and find what to leave dense.
@@ -60,6 +60,8 @@ def sensitivity(
     attention_share: of the time of a dense run, that the layers which may skip take. With f of the time in attention and a share s of its
         tiles skipped, the speed-up is at most 1 / (1 - f s / 2): scores are always computed, and are half of attention's work. 1, the
         default, gives that of attention alone. What a GPU reaches of it: README, Speed.
+    state: a JSON file that is written after each run of all items; where it exists, what it holds is not run again, only the dense run is.
+        Another psnr, alone, gates or attention_share may go on from it.
 
     How: a dense run, in which each block is run again with each of its layers alone sparse. A run with each layer alone sparse. Then for
     each gate, layers become dense in the order of squared error per skipped tile, and bisection finds the fewest that keep `psnr`. Of
@@ -81,16 +83,18 @@ def sensitivity(
             f"sensitivity needs an implementation that counts the tiles it skips, got {', '.join(uncounted)}, which counts none;"
             " measure with implementation='auto', and apply what is found to your config with found.config(config)"
         )
+    about = {"models": described(models), "configs": {name: repr(config) for name, config in configs.items()}}
+    outcomes = Outcomes(None if state is None else Path(state), {**about, "items": len(todo), "peak": peak})
     trial = Trial(models, configs, schedule)
     try:
-        return _explore(_Runs(trial, run, todo, peak), configs, psnr, alone, gates, attention_share, progress)
+        return _explore(Comparison(trial, run, todo, peak, outcomes), configs, psnr, alone, gates, attention_share, progress)
     finally:
         for reason, calls in trial.kept.items():
             log.warning("%d attention calls were left as they are: %s", calls, reason)
 
 
 def _explore(
-    runs: "_Runs",
+    runs: Comparison,
     configs: Mapping[str, SkipConfig],
     psnr: float,
     alone: bool,
@@ -113,7 +117,8 @@ def _explore(
         advance("dense")
         errors = []
         for layer in layers:
-            error, reached, _ = runs.run((layer,), 0.0) if alone else (None, None, 0)
+            found = runs.run((layer,), 0.0) if alone else None
+            error, reached = (None, None) if found is None else (found.error, found.psnr)
             errors.append(LayerError(layer, runs.block_error(layer), error, reached, *runs.tiles(layer)))
             if alone:
                 advance(f"{layer.full} alone")
@@ -122,10 +127,10 @@ def _explore(
         points = [Point(tuple(order), own, 0.0, 1.0, 0.0, math.inf)]  # the dense run
 
         def measure(dense: int, cutoff: float) -> Point:
-            error, reached, skipped = runs.run(order[dense:], cutoff)
-            share, gate = skipped / runs.visited, stronger(own, cutoff)
-            points.append(Point(tuple(order[:dense]), gate, share, 1 / (1 - attention_share * share / 2), error, reached))
-            advance(f"{dense} layers dense, gate {gate:g}: {reached:.1f} dB")
+            found = runs.run(order[dense:], cutoff)
+            share, gate = found.skipped / runs.visited, stronger(own, cutoff)
+            points.append(Point(tuple(order[:dense]), gate, share, 1 / (1 - attention_share * share / 2), found.error, found.psnr))
+            advance(f"{dense} layers dense, gate {gate:g}: {found.psnr:.1f} dB")
             return points[-1]
 
         expected = lambda dense, cutoff: runs.expected_share(order[dense:], cutoff)
@@ -177,98 +182,3 @@ def _cutoffs(levels: Sequence[float | None], given: Sequence[float] | None, conf
     weakest = _weakest_gate(configs)
     dense = {dense_steps(known, stronger(weakest, cutoff)): cutoff for cutoff in reversed(cutoffs)}
     return [0.0] + [cutoff for steps, cutoff in sorted(dense.items()) if steps > dense_steps(known, weakest)]
-
-
-class _Runs:
-    """Runs of all items, compared with the dense one."""
-
-    def __init__(self, trial: Trial, run: Callable[..., object], items: list[tuple[Any, ...]], peak: float | None) -> None:
-        self.trial, self._run, self._items, self._peak = trial, run, items, peak
-        self._dense: list[tuple[Tensor | None, list[Tensor]]] = []  # first input and output of each item, on the CPU
-        self._tallies: dict[tuple[LayerName, float | None], Tally] = {}
-
-    def run_dense(self) -> None:
-        for item in self._items:
-            with self.trial.running(compare_blocks=True):
-                output = self._run(*item)
-            first, output = self._ends(output)
-            if not output:
-                raise ValueError("run must return the tensors to compare, or call the model, and did neither; return the latents")
-            if not all(bool(tensor.isfinite().all()) for tensor in output):
-                raise ValueError(
-                    "run must give finite numbers where all is dense, and gave NaN or infinity: nothing can be compared with them"
-                )
-            self._dense.append((first, output))
-        self._tallies = {where: tally for where, tally in self.trial.tallies.items() if tally.visited}
-
-    def run(self, sparse: Sequence[LayerName], cutoff: float) -> tuple[float, float, int]:
-        """(relative error over all items, PSNR of the worst, tiles skipped) with these layers sparse."""
-        trial = self.trial
-        trial.tallies.clear()
-        trial.sparse, trial.cutoff = frozenset(sparse), cutoff
-        squares, worst = [], math.inf
-        try:
-            for number, item in enumerate(self._items):
-                with trial.running():
-                    output = self._run(*item)
-                first, output = self._ends(output)
-                first_before, dense = self._dense[number]
-                if first is not None and first_before is not None and not torch.equal(first, first_before):
-                    raise ValueError(
-                        f"run must give the model the same input for the same item, and item {number} began with another; seed its noise"
-                    )
-                if [tensor.shape for tensor in output] != [tensor.shape for tensor in dense]:
-                    raise ValueError(
-                        f"run must give as much for the same item each time, and item {number} gave {_shapes(output)}, not {_shapes(dense)}"
-                    )
-                difference = Difference.of(dense, output)
-                squares.append(difference.relative**2)
-                worst = min(worst, difference.psnr(self._peak or _range(dense)))
-        finally:
-            trial.sparse, trial.cutoff = (), 0.0
-        error = root_mean(squares)
-        return math.inf if error is None else error, worst, sum(tally.skipped for tally in trial.tallies.values())
-
-    def _ends(self, output: object) -> tuple[Tensor | None, list[Tensor]]:
-        outputs = tensors(output) or tensors(self.trial.last_output)
-        return self.trial.first_input, [tensor.to("cpu", copy=True) for tensor in outputs]
-
-    @property
-    def layers(self) -> list[LayerName]:
-        return list(dict.fromkeys(layer for layer, _ in self._tallies))
-
-    @property
-    def levels(self) -> list[float | None]:
-        """From noise to the clean sample, None last."""
-        return sorted({level for _, level in self._tallies}, key=lambda level: math.inf if level is None else -level)
-
-    @property
-    def visited(self) -> int:
-        return sum(tally.visited for tally in self._tallies.values())
-
-    def block_error(self, layer: LayerName) -> float | None:
-        return root_mean([square for (name, _), tally in self._tallies.items() if name == layer for square in tally.block_errors])
-
-    def tiles(self, layer: LayerName) -> tuple[int, int]:
-        own = [tally for (name, _), tally in self._tallies.items() if name == layer]
-        return sum(tally.visited for tally in own), sum(tally.skipped for tally in own)
-
-    def step(self, level: float | None) -> StepError:
-        own = [tally for (_, at), tally in self._tallies.items() if at == level]
-        error = root_mean([square for tally in own for square in tally.block_errors])
-        return StepError(level, error, sum(tally.skipped for tally in own) / sum(tally.visited for tally in own))
-
-    def expected_share(self, sparse: Sequence[LayerName], cutoff: float) -> float:
-        """Of all tiles, as far as the dense run's trajectory tells."""
-        left = [
-            t.skipped for (name, level), t in self._tallies.items() if name in sparse and (level is None or not is_dense(level, cutoff))
-        ]
-        return sum(left) / self.visited
-
-
-def _shapes(output: Sequence[Tensor]) -> str:
-    return ", ".join(str(tuple(tensor.shape)) for tensor in output) or "nothing"
-
-
-def _range(output: Sequence[Tensor]) -> float:
-    return float(max(tensor.max() for tensor in output) - min(tensor.min() for tensor in output)) or 1.0

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from skip_attn_compile.composites import is_composite
 from skip_attn_compile.masks import MaskReader, Part
+from skip_attn_compile.sizes import Size, static_size
 
 SDPA_TARGETS = (
     F.scaled_dot_product_attention,
@@ -20,8 +21,6 @@ SDPA_TARGETS = (
 )
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-
-Size = int | torch.SymInt
 
 
 @dataclass(frozen=True)
@@ -77,13 +76,6 @@ def find_sites(gm: GraphModule) -> list[AttentionSite]:
         )
         calls_of_module[module_ids] += 1
     return sites
-
-
-def static_size(size: Size) -> Size:
-    """`size` as an int where it has no free symbol; otherwise as it is. Adds no guard."""
-    if isinstance(size, torch.SymInt) and (known := size.node.maybe_as_int()) is not None:
-        return known
-    return size
 
 
 def _sdpa_nodes(gm: GraphModule, nested: bool = False) -> Iterator[tuple[GraphModule, Node, bool]]:

@@ -10,10 +10,10 @@ import torch
 from skip_attn_compile import kernels
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.layers import Candidate, Frame, KnownModel, KnownModels, LayerName, is_within, join
-from skip_attn_compile.live import ATTACH, GraphRecord
+from skip_attn_compile.live import ALIKE, ATTACH, GraphRecord
 from skip_attn_compile.report import UNKNOWN_LAYER, Report, SiteReport, UnmatchedPattern, nearest
 from skip_attn_compile.rules import Decision, Policy, matches, policy
-from skip_attn_compile.sites import Size
+from skip_attn_compile.sizes import Size
 
 KEPT_WHEN_COMPILED = "kept when it was compiled, by the config and for the layers known then; torch.compiler.reset() compiles it anew"
 
@@ -22,6 +22,8 @@ IN_NO_GRAPH = (
     " sizes depend on values, skip_attn_compile.capture(model) may help), or does not call scaled_dot_product_attention (linear"
     " attention, another attention backend of diffusers)"
 )
+
+NOT_RUN = "has not run: its class shares the graph"
 
 Counts = tuple[int, int, int]  # tiles visited, tiles skipped, calls clamped
 
@@ -38,24 +40,32 @@ def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: Know
         else:
             rows[key] = row
 
+    ran: set[object] = set()
     for graph in graphs:
         counts = read_counts(graph)
+        untold = {site for site, caller in counts if caller is None}  # whoever called may be any of the candidates
         for frame in graph.frames:
             candidates = frame.candidates(models)
             for candidate in candidates:
                 for site, path in frame.sites.items():
                     decision, layer = graph.decisions[site], candidate.layer(path)
                     layers[layer] = None
-                    if decision.kept or (site, candidate) in counts:
+                    key = id(candidate.model), layer, decision.call_index
+                    if decision.kept or (site, candidate) in counts or site in untold:
                         seen.setdefault(candidate.model, set()).add(layer.path)
-                    row = _site_row(decision, layer, config, counts.pop((site, candidate), (0, 0, 0)))
-                    add((id(candidate.model), layer, decision.call_index), row)
+                        ran.add(key)
+                    add(key, _site_row(decision, layer, config, counts.pop((site, candidate), (0, 0, 0))))
             for site, path in frame.sites.items() if not candidates else ():
                 add((id(frame), site), _unknown_row(graph.decisions[site], frame, path))
+            if not candidates:
+                ran.update((id(frame), site) for site in frame.sites)
         visited, skipped, clamped = (sum(column) for column in zip((0, 0, 0), *counts.values(), strict=True))  # what no candidate took
         if visited:
-            unknown = SiteReport(UNKNOWN_LAYER, "dense now", (ATTACH,), visited=visited, skipped=skipped, clamped=clamped)
-            add(UNKNOWN_LAYER, unknown)
+            now, remedy = "sparse" if skipped else "dense now", ALIKE if layers else ATTACH
+            add(UNKNOWN_LAYER, SiteReport(UNKNOWN_LAYER, now, (remedy,), visited=visited, skipped=skipped, clamped=clamped))
+            ran.add(UNKNOWN_LAYER)
+    for row_key in rows.keys() - ran:
+        rows[row_key].reasons += (NOT_RUN,)
     report = Report(list(rows.values()), graphs=len(graphs))
     served_by = (decision.implementation for graph in graphs for decision in graph.decisions if not decision.kept)
     report.implementations = {x.name: x.published for x in served_by if x is not None}
@@ -64,11 +74,13 @@ def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: Know
     if not rows:
         seen_in = f"no scaled_dot_product_attention call was seen in {len(graphs)} compiled graph{'s' * (len(graphs) != 1)}"
         nothing = "; nothing has run compiled yet, or Dynamo runs it eager past its recompile limit: then call torch.compiler.reset()"
-        report.notes.append(seen_in + nothing * (not graphs))
-    if graphs:
+        missed = _in_no_graph(seen, models) if graphs else []
+        why = nothing if not graphs else "" if missed else f": {IN_NO_GRAPH}"
+        report.notes += [seen_in + why, *missed]
+    elif graphs:
         report.notes += _in_no_graph(seen, models)
     report.notes += dict.fromkeys(kernels.failures())
-    report.notes += at_recompile_limit({frame.code: frame.function for graph in graphs for frame in graph.frames})
+    report.notes += at_recompile_limit({graph.code: graph.function for graph in graphs})
     return report
 
 
@@ -150,6 +162,8 @@ def _site_row(decision: Decision, layer: LayerName, config: SkipConfig, counts: 
         row.implementation, row.tile = decision.implementation.name, (decision.implementation.tile_q, decision.implementation.tile_k)
     row.visited, row.skipped, clamped = counts
     row.clamped = clamped if asked.target_sparsity is not None else 0
+    if not isinstance(decision.kv_len, int) and config.min_kv_len > 1 and row.decision == "sparse":
+        row.reasons += (f"dense in calls with fewer than {config.min_kv_len} keys",)
     row.reasons += tuple(_remarks(row, asked, config, kv_len))
     if decision.implementation is not None and not decision.implementation.counts_tiles:
         row.reasons += (f"{row.implementation} counts no tiles",)

@@ -6,6 +6,7 @@ a device: the noise level of a tensor on a device, and the decision on it, are 0
 """
 
 import ctypes
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -144,6 +145,25 @@ def spec_of(model: nn.Module) -> TimestepSpec | None:
         if found is not None:
             return found if isinstance(found, TimestepSpec) else found(getattr(model, "config", None) or {})
     return None
+
+
+def check_spec(spec: object, model: nn.Module) -> None:
+    """ValueError where `spec` cannot tell how `model` is told the noise level."""
+    if not isinstance(spec, TimestepSpec):
+        raise ValueError(f"timestep_spec must be a TimestepSpec(argument, scale), got {spec!r}")
+    model = unwrap(model)
+    if not isinstance(model, nn.Module):  # for others to refuse
+        return
+    parameters = inspect.signature(type(model).forward).parameters
+    if spec.argument not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+        given = ", ".join(list(parameters)[1:])
+        raise ValueError(f"timestep_spec must name an argument of {type(model).__name__}.forward ({given}), got {spec.argument!r}")
+
+
+def host_level(level: Level | None) -> float | None:
+    """`level` on the host, which may wait for its device: float32 as `is_dense` compares it, in [0, 1]; None where it is not known."""
+    t = math.nan if level is None else float32(float(level))
+    return min(max(t, 0.0), 1.0) if math.isfinite(t) else None
 
 
 def _sana(config: Mapping[str, Any]) -> TimestepSpec:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from skip_attn_compile.calls import Schedule
 from skip_attn_compile.config import SkipConfig
 from skip_attn_compile.layers import LayerName
+from skip_attn_compile.operands import Operands
 from skip_attn_compile.ops import attention
 from skip_attn_compile.rules import policy
-from skip_attn_compile.timestep import is_dense
+from skip_attn_compile.timestep import host_level, is_dense
 from skip_attn_compile.watch import Watcher, kv_lens
 
 _REPEATS = 1e-3  # relative error below which a block, run again on its inputs, gives what it gave: else it changes them, or has a state
@@ -55,25 +56,15 @@ class Trial(Watcher):
         self.first_input: Tensor | None = None  # of the models, in one run
         self.last_output: Any = None
 
-    def attend(
-        self,
-        layer: LayerName,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-    ) -> Tensor:
+    def attend(self, layer: LayerName, call: Operands) -> Tensor:
         config, level = self._configs[layer.component], self._gate.running_level()
         cutoff = stronger(config.disabled_until_timestep, self.cutoff)
         gated = cutoff > 0 and (level is None or bool(is_dense(level, cutoff)))
         c0, c1 = (0.0, 0.0) if gated else self._policies[layer].control
-        keys = torch.as_tensor(kv_lens(key, key_mask), dtype=torch.float32, device=query.device)
-        order, implementation = config.tile_order, config.implementation
-        out, _, counts = attention(query, key, value, c0 + c1 / keys, key_mask, query_mask, is_causal, scale, order, implementation)
-        tally = self._attended = self.tallies[layer, None if level is None else float(level)]
+        query, key, value, *rest = call
+        keys = torch.as_tensor(kv_lens(key, call.key_mask), dtype=torch.float32, device=query.device)
+        out, _, counts = attention(query, key, value, c0 + c1 / keys, *rest, config.tile_order, config.implementation)
+        tally = self._attended = self.tallies[layer, host_level(level)]
         visited, skipped = counts.sum((0, 1)).tolist()
         tally.visited += visited
         tally.skipped += skipped

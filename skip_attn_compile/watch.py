@@ -24,6 +24,7 @@ from skip_attn_compile.gate import Gate
 from skip_attn_compile.kernels import choose, mask_kind
 from skip_attn_compile.layers import KnownModels, LayerName
 from skip_attn_compile.masks import keys_left
+from skip_attn_compile.operands import Operands
 from skip_attn_compile.ops import problem_of
 from skip_attn_compile.rules import REASONS, reasons_of_call
 from skip_attn_compile.settings import Settings
@@ -74,17 +75,7 @@ class Watcher(TorchFunctionMode):
         self.kept: Counter[str] = Counter()  # reasons for calls of wanted layers that serving keeps
 
     @abstractmethod
-    def attend(
-        self,
-        layer: LayerName,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-    ) -> Tensor:
+    def attend(self, layer: LayerName, call: Operands) -> Tensor:
         """The output of one call."""
 
     @contextlib.contextmanager
@@ -140,9 +131,9 @@ class Watcher(TorchFunctionMode):
         self.seen[layer] = None
         config = self._want(layer, key.shape[-2])
         if config is not None:
-            given = _operands(config, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-            if not isinstance(given, list):
-                return self.attend(layer, *given, is_causal, scale)
+            given = _operands(config, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            if isinstance(given, Operands):
+                return self.attend(layer, given)
             self.kept["; ".join(given)] += 1
         return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
@@ -155,24 +146,28 @@ def _operands(
     attn_mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
+    scale: float | None,
     enable_gqa: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | list[str]:
-    """query, key, value, key mask and query mask of an SDPA call for the operator; or why serving keeps the call."""
+) -> Operands | list[str]:
+    """An SDPA call for the operator; or why serving keeps it."""
     reasons = reasons_of_call(query, key, value, attn_mask, dropout_p, enable_gqa)
     if reasons:
         return reasons
-    masks = split_mask(attn_mask)
+    masks = key_and_query_mask(attn_mask)
     if masks is None:
         assert attn_mask is not None
         return [REASONS["general mask"].format(shape=list(attn_mask.shape))]
     if torch.is_autocast_enabled(query.device.type):
-        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+        if masks[0] is not None and masks[0].is_floating_point():
+            masks = masks[0].to(dtype), masks[1]
     problem = problem_of(query, key, value, masks[0], masks[1] is not None, is_causal, config.tile_order)
     chosen = choose(problem._replace(lambda_on_host=False), config.implementation)  # what takes it there counts no tiles
-    return chosen if isinstance(chosen, list) else (query, key, value, *masks)
+    return chosen if isinstance(chosen, list) else Operands(query, key, value, *masks, is_causal, scale)
 
 
-def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None] | None:
+def key_and_query_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None] | None:
     """(key mask, query mask) that say what `mask` says, as far as its values tell; None where no two do."""
     if mask is None or mask_kind(mask) == "key":
         return mask, None

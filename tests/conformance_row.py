@@ -62,12 +62,15 @@ class Row:
     notes: list[str]  # of the report
     outside: list[str]  # the calls that no graph holds, as under plain torch.compile
     lost: list[str]  # those of them that a graph should hold
+    attends: bool  # by scaled_dot_product_attention
 
     @property
     def faults(self) -> list[str]:
         pairs = {"graphs": self.graphs, "graph breaks": self.breaks, "recompiles": self.recompiles}
         found = [f"{ours} {what}, plain compile has {plain}" for what, (ours, plain) in pairs.items() if ours != plain]
         errors = {"threshold 0 and plain compile": self.dense_error, f"threshold {THRESHOLD} and the reference": self.sparse_error}
+        if not self.calls and self.attends:
+            found.append("the eager model calls no attention: is another attention backend of diffusers left on?")
         errors["outputs with and without masked text"] = self.padding_error
         found += [f"{what} differ by {error:.3g} times the tolerance" for what, error in errors.items() if not error <= 1]
         found += [
@@ -158,6 +161,7 @@ def conform(case: Case, way: str, inner: str = "aot_eager", other_size: bool = T
         notes=report.notes,
         outside=outside,
         lost=[name for name in outside if not _eager_anyway(case, model, way, name)],
+        attends=case.attends,
     )
 
 

@@ -63,6 +63,7 @@ class Case:
 
     inputs(draw, rows): what to call it with at `rows` rows of 16 image tokens.
     mask: the argument that masks the text. outside: patterns of the attention calls that no graph of torch.compile holds.
+    attends: by scaled_dot_product_attention, as nearly all do.
     """
 
     class_name: str
@@ -71,6 +72,7 @@ class Case:
     variant: str = ""
     mask: str | None = None
     outside: tuple[str, ...] = ()
+    attends: bool = True
 
     def __str__(self) -> str:
         return self.class_name + (f"-{self.variant}" if self.variant else "")
@@ -1041,6 +1043,7 @@ CASES = [
             "axes_dims": ROPE,
         },
         lambda draw, rows: {"hidden_states": draw(1, 2, 32 if rows == 32 else 16, 32, 9), "timestep": T},
+        attends=False,
     ),
     Case(
         "Krea2Transformer2DModel",
@@ -1370,6 +1373,7 @@ CASES = [
             "decoder_input_tokens": draw(1, 512, 4),
             "decoder_noise_time": SIGMA,
         },
+        attends=False,
     ),
     Case(
         "UNet2DConditionModel",

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch._dynamo.testing import CompileCounter
 import skip_attn_compile
 from graphs import Recorder, recording_backend, targets
 from models import TILES, TOKENS, Attention, dit, leveled, reference_sdpa, skip_config, tokens
-from skip_attn_compile import Rule, backend
+from skip_attn_compile import Rule, SkipConfig, backend
 from skip_attn_compile.backend import SkipBackend
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -102,6 +103,7 @@ def test_four_lengths_are_one_compilation_and_short_ones_are_dense() -> None:
         assert (expected[0][1] > 0) == (length >= 400)
         before = now
     assert len(recorder.graphs) == 1
+    assert be.report().sites[0].reasons == ("dense in calls with fewer than 400 keys",)
 
 
 def test_automatic_dynamic_shapes_give_a_second_graph_and_one_row() -> None:
@@ -368,6 +370,44 @@ def test_update_validates_and_changes_nothing_on_error() -> None:
         with pytest.raises(ValueError, match="threshold"):
             be.update(threshold=bad)
     assert be.config.threshold == 0.3
+
+
+def test_updates_of_two_threads_both_hold() -> None:
+    be = backend(skip_config(0.5), inner="eager")
+    reading = threading.Event()
+    refuse = be._refuse_what_needs_a_recompile
+
+    def slow(config: SkipConfig) -> None:
+        reading.set()
+        time.sleep(0.05)
+        refuse(config)
+
+    be._refuse_what_needs_a_recompile = slow
+    first = threading.Thread(target=be.update, kwargs={"threshold": 0.1})
+    first.start()
+    reading.wait()
+    be.update(disabled_until_timestep=0.9)
+    first.join()
+    assert (be.config.threshold, be.config.disabled_until_timestep) == (0.1, 0.9)
+
+
+def test_a_parameter_as_query_is_served_where_no_gradient_is_needed() -> None:
+    class Latents(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.latents = nn.Parameter(torch.randn(1, 1, 64, 8))
+
+        def forward(self, x):
+            return F.scaled_dot_product_attention(self.latents, x, x)
+
+    model, x = Latents(), torch.randn(1, 1, 300, 8)
+    be = backend(skip_config(0.5), inner="eager")
+    compiled = torch.compile(model, backend=be)
+    with torch.no_grad():
+        compiled(x)
+    assert be.report().sites[0].decision == "sparse"
+    compiled(x).sum().backward()
+    assert model.latents.grad is not None
 
 
 def test_update_does_not_touch_what_rules_set() -> None:

@@ -3,11 +3,13 @@
 import hashlib
 import multiprocessing
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from skip_attn_compile import build
+from skip_attn_compile.machine_code import check_log
 
 
 @pytest.fixture
@@ -124,7 +126,7 @@ def test_key_follows_content_compiler_and_headers(tmp_path: Path, monkeypatch: p
 )
 def test_slow_code_fails_the_build(line: str, slow: bool) -> None:
     log = f"ptxas info    : Function properties for some_kernel\n{line}\n"
-    assert build.check_log(log) == ([f"{line.strip()} [some_kernel]"] if slow else [])
+    assert check_log(log) == ([f"{line.strip()} [some_kernel]"] if slow else [])
 
 
 def test_library_named_in_the_environment_comes_first(machine: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -135,6 +137,25 @@ def test_library_named_in_the_environment_comes_first(machine: Path, monkeypatch
     carried.write_bytes(b"carried")
     assert build.library() == carried
     assert not (machine.parent / "runs").exists()
+
+
+@pytest.mark.parametrize("broken", ["nvcc", "tvm_ffi"])
+def test_a_broken_tool_is_a_reason(broken: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An nvcc that may not be run, and a tvm_ffi whose library is missing."""
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho release 13.0\n")
+    nvcc.chmod(0o644 if broken == "nvcc" else 0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_carried", lambda: None)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setitem(sys.modules, "tvm_ffi", None)
+    build.toolchain.cache_clear()
+    build.unavailable.cache_clear()
+    try:
+        assert ("Permission denied" if broken == "nvcc" else "tvm_ffi") in build.unavailable()
+    finally:
+        build.unavailable.cache_clear()
 
 
 def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -73,6 +73,30 @@ def test_flags_are_restored_after_a_failure_and_in_nested_calls() -> None:
     assert flags() == before
 
 
+def test_a_hook_that_fails_first_and_an_interrupt_leave_nothing_behind() -> None:
+    model, before = Ragged(), flags()
+    failing = model.register_forward_pre_hook(lambda *_: 1 / 0)
+    capture(model)
+    with pytest.raises(ZeroDivisionError):
+        model(tokens(), MASK)
+    failing.remove()
+    model(tokens(), MASK)
+    assert flags() == before
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    interrupting = model.dit.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens(), MASK)
+    interrupting.remove()
+    model(tokens(), MASK)
+    assert flags() == before
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        model(tokens(), MASK)
+        assert flags() == (True, before[1]), "what the user sets himself stays"
+
+
 def test_for_a_pipeline_and_taken_off_again() -> None:
     model = Ragged()
     pipe = Pipeline(transformer=model)

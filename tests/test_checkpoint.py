@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skip_attn_compile import Calibration, Rule, SkipConfig
-from skip_attn_compile.checkpoint import CheckpointSparsity, read, write
+from skip_attn_compile.checkpoint import read
+from skip_attn_compile.checkpoint_format import CheckpointSparsity, write
 from skip_attn_compile.json_values import MAX_BYTES, CheckpointError
 
 A, B = 2822.6209952221557, 4.388250623520793

@@ -115,14 +115,14 @@ def test_a_model_is_calibrated_into_its_config(script: str, tmp_path: Path) -> N
     code, output = call("show", state, "--target", 0.2)
     assert '"sparse_attention_config"' in output
     served = tmp_path / "served.json"
-    chosen = ("--gate", 0.8, "--ignore", "blocks.2.*", "--out", served)
+    chosen = ("--gate", 0.8, "--ignore", "blocks.2.*", "--target", 0.1, "--out", served)
     code, output = call("sensitivity", f"{script}:build", "--config", out, "--min-kv-len", 0, "--psnr", 20, "--no-alone", *chosen)
     assert code == 0, output
     ignored = re.search(r"for PSNR >= 20 dB: disabled_until_timestep=0\.8, ignore=\((.*)\)", output)[1]
     proposed = SkipConfig.from_checkpoint(served, min_kv_len=0)
     assert proposed.disabled_until_timestep == 0.8
     assert proposed.checkpoint_ignore == ("blocks.2.*", *re.findall(r"'(.*?)'", ignored))
-    assert (proposed.calibration, proposed.target_sparsity) == (config.calibration, config.target_sparsity)
+    assert (proposed.calibration, proposed.target_sparsity) == (config.calibration, 0.1)
 
 
 def test_a_pipeline_is_calibrated_into_its_folder(script: str, tmp_path: Path) -> None:
@@ -152,8 +152,11 @@ def test_layers_that_a_config_json_cannot_name_are_measured_and_shown(script: st
     code, output = call("show", state, "--target", 0.1, "--out", tmp_path / "config.json")
     assert code == 2
     assert "use --ignore" in output
-    code, output = call("sensitivity", f"{script}:build", "--threshold", 0.1, "--include", "blocks.1.*", "--no-alone", *ALL)
+    tried = tmp_path / "tried.json"
+    options = ("--threshold", 0.1, "--include", "blocks.1.*", "--no-alone", "--state", tried)
+    code, output = call("sensitivity", f"{script}:build", *options, *ALL)
     assert code == 0, output
+    assert tried.exists()
     assert re.findall(r"^blocks\.\d", output, re.MULTILINE) == ["blocks.1"]
 
 
@@ -165,6 +168,7 @@ def test_what_is_refused_is_told_in_a_line(script: str, tmp_path: Path) -> None:
         (("calibrate", f"{script}:build", "--out", "x.json"), "--out needs --target"),
         (("sensitivity", f"{script}:build"), "give --config, --threshold or both"),
         (("sensitivity", f"{script}:build", "--threshold", "0.1", "--out", "x.json"), "--out needs --config"),
+        (("sensitivity", f"{script}:build", "--threshold", "0.1", "--target", "0.1"), "--target needs --config"),
         (("sensitivity", f"{script}:build", "--config", "c.json", "--out", "x.json", "--include", "*"), "use --ignore"),
         (("calibrate", "nowhere.py:build"), "must be the path of a Python file, a colon and a function"),
         (("calibrate", f"{script}:wrong"), "must return (pipe_or_model, run) or (pipe_or_model, run, items), got 3"),

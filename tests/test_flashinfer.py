@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Interpreter
 from models import DIM, dit
 from skip_attn_compile import SkipConfig, backend, kernels, ops, timestep
 from skip_attn_compile.kernels import Problem, choose, flashinfer, reference
+from skip_attn_compile.results import empty_results
 
 BLACKWELL = Problem("cuda", (10, 0), torch.bfloat16, 128, 128, "none", False, False, "ascending", True)
 
@@ -46,7 +47,7 @@ def test_results_are_those_of_the_operator(memory: str) -> None:
     query, key, value = inputs()
     if memory == "BHSD":
         query, key, value = (x.contiguous() for x in (query, key, value))
-    out, lse, counts = results = ops.empty_results(query, value, query.device)
+    out, lse, counts = results = empty_results(query, value)
     for x in results:
         x.fill_(7)
     flashinfer.attend(prefill, query, key, value, torch.tensor(0.1), results, 0.2)
@@ -58,14 +59,14 @@ def test_results_are_those_of_the_operator(memory: str) -> None:
 
 def test_memory_as_diffusers_makes_it_is_not_copied() -> None:
     query, key, value = inputs()
-    out = ops.empty_results(query, value, query.device)[0]
+    out = empty_results(query, value)[0]
     given = flashinfer.arguments(query, key, value, torch.tensor(0.1), out, 1.0)
     assert [given[name].data_ptr() for name in "qkvo"] == [x.data_ptr() for x in (query, key, value, out)]
 
 
 def test_no_keys() -> None:
     query, key, value = inputs(keys=0)
-    out, lse, _ = results = ops.empty_results(query, value, query.device)
+    out, lse, _ = results = empty_results(query, value)
     flashinfer.attend(prefill, query, key, value, torch.tensor(0.1), results, 0.2)
     assert not out.any()
     assert (lse == -math.inf).all()

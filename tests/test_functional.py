@@ -118,12 +118,23 @@ def test_bad_float_threshold_is_named(value: object) -> None:
         ({"tile_order": "descending"}, "tile_order must be one of ascending, own_first, got 'descending'"),
         ({"is_causal": True, "attn_mask": torch.ones(70) > 0}, "is_causal and attn_mask exclude each other"),
         ({"attn_mask": torch.ones(69) > 0}, "attn_mask must be on cpu and broadcast to"),
+        ({"attn_mask": torch.ones(70).double()}, "attn_mask must be boolean .*, or float32 or torch.float32 .*, got torch.float64"),
+        ({"scale": float("nan")}, "scale must be a finite number or None, got nan"),
     ],
-    ids=["tile_order", "causal and mask", "mask"],
+    ids=["tile_order", "causal and mask", "mask", "double mask", "scale"],
 )
 def test_bad_options_are_named(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         skip_softmax_attention(Q, Q, Q, 0.1, **options)
+
+
+def test_any_finite_threshold_is_taken() -> None:
+    assert torch.equal(skip_softmax_attention(Q, Q, Q, 1e300), skip_softmax_attention(Q, Q, Q, 1.0))
+
+
+def test_a_wrong_rank_is_named_in_a_graph_too() -> None:
+    with pytest.raises(Exception, match=r"query must be \[batch, heads, tokens, head_dim\], got \[70\]"):
+        torch.compile(skip_softmax_attention, backend="eager", fullgraph=True)(torch.zeros(70), Q, Q, 0.1)
 
 
 def test_gqa_must_be_asked_for() -> None:

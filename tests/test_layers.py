@@ -102,6 +102,39 @@ def test_an_attached_model_within_a_wrapper_keeps_its_own_names() -> None:
     assert [site.decision for site in be.report().sites] == ["kept", "sparse"]
 
 
+@pytest.mark.parametrize("wrapper_first", [True, False])
+def test_of_a_model_and_its_wrapper_both_attached_the_model_names_its_layers(wrapper_first: bool) -> None:
+    model = dit()
+    wrapper = Wrapper(model)
+    be = backend(skip_config(ignore=("blocks.0.*",)), inner="eager")
+    for one, name in ((wrapper, "whole"), (model, ""))[:: 1 if wrapper_first else -1]:
+        be.attach(one, name)
+    compile_blocks(model, be)
+    output = wrapper(tokens())
+    assert names(be) == NAMES
+    torch.testing.assert_close(output, expect(model, 0.0, 0.3)[0], **CLOSE)
+
+
+def test_callers_that_are_remembered_are_bounded() -> None:
+    model, be = dit(1), backend(skip_config(), inner="eager")
+    be.attach(model)
+    compile_blocks(model, be)
+    model(tokens())
+    [frame] = be._graphs[0].frames
+    kept = []
+    for _ in range(1100):  # as offloading does
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    kept.append(parameter)
+                    module._parameters[name] = nn.Parameter(parameter.detach(), requires_grad=False)
+        inputs = [None] * (1 + max(anchor.position for anchor in frame.anchors))
+        for anchor in frame.anchors:
+            inputs[anchor.position] = model.blocks[0].get_submodule(anchor.owner)._parameters[anchor.name]
+        assert frame.resolve(inputs, be._models) is not None
+    assert 0 < len(frame._by_id) <= 1024
+
+
 def test_data_parallels_module_part_is_left_out() -> None:
     model = dit()
     be = backend(skip_config(), inner="eager")
@@ -272,6 +305,7 @@ def test_a_second_model_that_is_not_attached_gets_what_all_candidates_get(caplog
     tiles = expect(second, 0.3)[1]
     unknown = report.site(UNKNOWN_LAYER)
     assert (unknown.visited, unknown.skipped) == (sum(t[0] for t in tiles), sum(t[1] for t in tiles))
+    assert unknown.decision == "sparse"
     assert "attach(model)" in caplog.text
 
 

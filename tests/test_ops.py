@@ -13,9 +13,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from cases import Case
 from skip_attn_compile import kernels, ops
-from skip_attn_compile.kernels import Problem, reference
-from skip_attn_compile.ops import attention, output_stride
+from skip_attn_compile.kernels import Implementation, Problem, reference
+from skip_attn_compile.ops import attention
 from skip_attn_compile.reference import reference_attention
+from skip_attn_compile.results import output_stride
 
 B, H, S, D = 2, 2, 150, 16
 DENSE_ORDERS = [(*order, 3) for order in itertools.permutations(range(3))]  # of (B, H, S) in memory, outermost first
@@ -326,7 +327,7 @@ def test_an_implementation_is_chosen_once_for_each_kind_of_query(kernel: Kernel)
     call(Q.contiguous().transpose(2, 3).contiguous().transpose(2, 3))
     call(Q.half())
     call(Q, causal=True)
-    assert (kernel.ran, kernel.asked) == (10, 5)
+    assert (kernel.ran, kernel.asked) == (10, 6), "of memory that is not aligned it is asked whether it would take aligned memory, too"
 
 
 @pytest.mark.parametrize("name", [n for n in BAD_INPUTS if n.startswith(("key", "heads"))])
@@ -335,6 +336,37 @@ def test_a_remembered_choice_hides_no_bad_input(name: str, kernel: Kernel) -> No
     given, message = BAD_INPUTS[name]
     with pytest.raises(ValueError, match=message):
         call(*given)
+
+
+def remembered(monkeypatch: pytest.MonkeyPatch, **fields_by_name: dict[str, bool]) -> list[str]:
+    """Implementations of these names that check their arguments, as the reference runs; which of them ran."""
+    ran: list[str] = []
+
+    def implementation(name: str, fields: dict[str, bool]) -> Implementation:
+        run = lambda *given: (ran.append(name), reference.IMPLEMENTATION.run(*given))
+        return dataclasses.replace(reference.IMPLEMENTATION, name=name, run=run, checks_arguments=True, **fields)
+
+    monkeypatch.setattr(kernels, "implementations", lambda: tuple(implementation(*given) for given in fields_by_name.items()))
+    monkeypatch.setattr(ops, "_plans", {})
+    return ran
+
+
+def test_values_of_another_width_are_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = remembered(monkeypatch, any={})
+    query = torch.randn(2, 4, 70, 8)
+    for value_dim in (16, 32, 8, 32, 16):
+        value = torch.randn(2, 4, 70, value_dim)
+        for x, wanted in zip(call(query, query, value), reference_attention(query, query, value, torch.tensor(0.1)), strict=True):
+            assert torch.equal(x, wanted)
+    assert (len(ran), len(ops._plans)) == (5, 3)
+
+
+def test_a_call_with_odd_memory_does_not_decide_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = remembered(monkeypatch, strict={"needs_alignment": True}, any={})
+    for key in (torch.randn(2, 4, 70, 9)[..., 1:], Q, Q):
+        call(Q, key, key)
+    assert ran == ["any", "strict", "strict"]
+    assert len(ops._plans) == 1
 
 
 def test_another_implementation_takes_what_the_remembered_one_refuses(kernel: Kernel) -> None:

@@ -321,6 +321,8 @@ def test_only_components_with_a_config_are_compiled() -> None:
     handle = compile_pipeline(pipe, {"transformer_2": config()}, inner="eager")
     run(pipe)
     report = handle.report()
+    assert report.implementations == handle.backends["transformer_2"].report().implementations
+    assert list(report.implementations) == ["reference"]
     assert {site.name.split(".")[0] for site in report.sites} == {"transformer_2"}
     assert "transformer: no config was given for it, so it is not compiled" in str(report)
     assert pipe.transformer._compiled_call_impl is None

@@ -11,6 +11,7 @@ from graphs import recording_backend
 from models import TILES, dit, skip_config, tokens
 from skip_attn_compile import Rule, backend
 from skip_attn_compile.report import Report, SiteReport, nearest
+from skip_attn_compile.summary import IN_NO_GRAPH, NOT_RUN
 
 
 def report_of(model=None, *inputs, **fields) -> Report:
@@ -95,7 +96,8 @@ no scaled_dot_product_attention call was seen in 0 compiled graphs; nothing has 
             """\
 site  decision  keys  lambda  tiles  skipped  reasons
 0 sites in 1 graph; 0 of 0 tiles skipped
-no scaled_dot_product_attention call was seen in 1 compiled graph""",
+no scaled_dot_product_attention call was seen in 1 compiled graph: """
+            + IN_NO_GRAPH,
         )
 
     def test_unattached_blocks(self) -> None:
@@ -216,6 +218,32 @@ def test_recompile_limit_is_said() -> None:
     assert len(recorder.graphs) == limit
     assert be.report().visited == before
     assert note in str(be.report())
+
+
+def test_the_limit_is_said_of_functions_without_attention_too() -> None:
+    """As the hooks of offloading are, behind which Dynamo then runs attention eagerly."""
+    model = dit()
+    be = backend(skip_config(), inner="eager", model=model)
+
+    @torch.compile(backend=be, dynamic=False)
+    def hook(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    for variant in range(torch._dynamo.config.recompile_limit):
+        hook(torch.ones(2 + variant))
+    limit = be.report().notes[-1]
+    assert limit.startswith("hook has the 8 compiled variants that Dynamo allows")
+
+
+def test_layers_that_have_not_run_say_so() -> None:
+    model = dit(3)
+    be = backend(skip_config(), inner="eager", model=model)
+    for block in model.blocks:
+        block.compile(backend=be)
+    model.blocks[1](model.blocks[0](tokens()))
+    assert [site.reasons for site in be.report().sites] == [(), (), (NOT_RUN,)]
+    model(tokens())
+    assert [site.reasons for site in be.report().sites] == [(), (), ()]
 
 
 def test_attention_that_no_graph_holds_is_named() -> None:

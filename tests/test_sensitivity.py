@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from pipelines import run as run_pipeline
 from pipelines import wan22
 from skip_attn_compile import Calibration, SkipConfig, backend, sensitivity, timestep, watch
 from skip_attn_compile.frontier import Point, Sensitivity
+from skip_attn_compile.gate import Gate
 from skip_attn_compile.layers import LayerName
 from skip_attn_compile.ops import problem_of
 from skip_attn_compile.sensitivity import search
@@ -350,6 +352,77 @@ def test_a_pipeline_of_two_experts() -> None:
     one = sensitivity(pipe, lambda: run_pipeline(pipe, steps=2), config={"transformer_2": config}, alone=False, progress=False)
     assert {row.layer.component for row in one.layers} == {"transformer_2"}
     assert list(one.config()) == ["transformer_2"]
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    model, state, ran = with_a_loud_block(1), tmp_path / "state.json", []
+
+    def run(seed: int, stop_at: int | None = None) -> Tensor:
+        ran.append(seed)
+        if len(ran) == stop_at:
+            raise KeyboardInterrupt
+        return model(tokens(seed=seed))
+
+    whole = sensitivity(model, run, range(2), psnr=30, **ALL)
+    runs = len(ran)
+    ran.clear()
+    with pytest.raises(KeyboardInterrupt):
+        sensitivity(model, lambda seed: run(seed, stop_at=8), range(2), psnr=30, state=state, **ALL)
+    assert len(json.loads(state.read_text())["outcomes"]) == 2, "six whole runs, of which one is the dense one"
+    assert sensitivity(model, run, range(2), psnr=30, state=state, **ALL) == whole
+    assert len(ran) == 8 + runs - 4
+    ran.clear()
+    assert sensitivity(model, run, range(2), psnr=30, state=state, **ALL) == whole
+    assert ran == [0, 1], "only the dense run"
+    ran.clear()
+    assert sensitivity(model, run, range(2), psnr=0, state=state, **ALL).ignore == ()
+    assert ran == [0, 1], "another budget asks for nothing new here"
+
+
+def test_a_state_of_other_runs_is_refused(tmp_path: Path) -> None:
+    model, state = dit(2), tmp_path / "state.json"
+    run = lambda: model(tokens())
+    sensitivity(model, run, state=state, **ALL)
+    written = state.read_text()
+    elsewhere = "give another state file, or remove it"
+    with pytest.raises(ValueError, match=f"state.json holds runs with items 1, here it is 2; {elsewhere}"):
+        sensitivity(model, lambda _: run(), [1, 2], state=state, **ALL)
+    with pytest.raises(ValueError, match="holds runs with configs .*threshold=0.5.*, here it is .*threshold=0.4"):
+        sensitivity(model, run, state=state, config=skip_config(0.4, tile_order="own_first"), progress=False)
+    with pytest.raises(ValueError, match="holds runs with peak None, here it is 2.0"):
+        sensitivity(model, run, state=state, peak=2.0, **ALL)
+    with pytest.raises(ValueError, match="holds runs with tiles 128, here it is 32"):
+        sensitivity(model, lambda: model(tokens(length=256)), state=state, **ALL)
+    with pytest.raises(ValueError, match="holds runs with first inputs .*, here it is"):
+        sensitivity(model, lambda: model(tokens(seed=1)), state=state, **ALL)
+    tuned = dit(2, seed=1)
+    with pytest.raises(ValueError, match="holds runs with models .*Dit, 11,872 parameters, weights .*, here it is .*11,872"):
+        sensitivity(tuned, lambda: tuned(tokens()), state=state, **ALL)
+    smaller = dit(1)
+    with pytest.raises(ValueError, match="holds runs with models .*11,872 parameters.*, here it is .*6,464 parameters"):
+        sensitivity(smaller, lambda: smaller(tokens()), state=state, **ALL)
+    assert state.read_text() == written
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"skip_attn_compile_sensitivity": 9}', '{"skip_attn_compile_sensitivity": 1, "about": {}, "outcomes": [[1]]}'],
+)
+def test_a_state_that_sensitivity_did_not_write_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(
+        ValueError, match=r"state must be a file that sensitivity\(state=...\) wrote, got .*state.json', which is not: .*give another"
+    ):
+        sensitivity(dit(1), pytest.fail, ["it ran"], state=tmp_path / "state.json", **ALL)
+    assert (tmp_path / "state.json").read_text() == text
+
+
+@pytest.mark.parametrize("odd", [math.nan, 1.001])
+def test_noise_levels_that_a_device_tells_are_in_range_or_unknown(odd: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, levels = dit(2), itertools.cycle(map(torch.tensor, (odd, odd, 0.5, 0.5)))  # a call has two layers
+    monkeypatch.setattr(Gate, "running_level", lambda _: next(levels))
+    found = sensitivity(model, lambda: model(model(tokens())), psnr=0.0, alone=False, **ALL)
+    assert [step.t for step in found.steps] == ([0.5, None] if math.isnan(odd) else [1.0, 0.5])
 
 
 def test_what_cannot_be_measured_is_said() -> None:

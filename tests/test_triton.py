@@ -21,11 +21,12 @@ from torch import Tensor
 from cases import FEATURE_CASES, LENGTH_CASES, ORDERS, THRESHOLDS, Case, Inputs
 from checks import assert_within
 from models import dit, skip_config, tokens
-from skip_attn_compile import backend, kernels, ops
+from skip_attn_compile import backend, kernels
 from skip_attn_compile.kernels import triton as implementation
 from skip_attn_compile.kernels.triton import Config
 from skip_attn_compile.reference import reference_attention
 from skip_attn_compile.report import SiteReport
+from skip_attn_compile.results import empty_results
 
 interpreter = pytest.importorskip("triton.runtime.interpreter", reason="triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -55,7 +56,7 @@ def interpreter_repairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def attend(inputs: Inputs, *, is_causal: bool = False, scale: float = 0.25, tile_order: str = "ascending") -> Results:
     """The kernel, with poisoned outputs: what it does not write stays NaN, or -7."""
-    out, lse, counts = results = ops.empty_results(inputs.query, inputs.value, inputs.query.device)
+    out, lse, counts = results = empty_results(inputs.query, inputs.value)
     out.fill_(math.nan)
     lse.fill_(math.nan)
     counts.fill_(-7)
@@ -88,7 +89,7 @@ def check_measure(case: Case, trials: Tensor = TRIALS, tile_q: int = 64) -> Tens
     """Kernel and reference measure the same call; returns the counts, summed: [visited, skipped at each of `trials`]."""
     inputs = case.inputs()
     _, _, _, _, attn_mask, query_mask = inputs
-    out, _, _ = ops.empty_results(inputs.query, inputs.value, inputs.query.device)
+    out, _, _ = empty_results(inputs.query, inputs.value)
     counts = torch.full((*out.shape[:2], 1 + len(trials)), -7, dtype=torch.int32)
     arguments = (
         *inputs[:3],

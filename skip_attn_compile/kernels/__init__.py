@@ -1,7 +1,7 @@
 """Which implementations exist, what each publishes about itself, and which one serves a problem.
 
-`choose`: facts in, an implementation or the reasons why none serves out. Adding an implementation means adding one file beside this one
-and one line to `implementations`.
+`choose`: facts in, an implementation or the reasons why none serves out. Adding an implementation means adding one file beside this one,
+one line to `implementations` and its name to `config.IMPLEMENTATIONS`.
 """
 
 import logging
@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from skip_attn_compile.sizes import is_one, provable
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +188,8 @@ def start(implementation: Implementation, problem: Problem, name: str, run: Call
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
         if name != "auto" or implementation.name == "reference":
-            raise RuntimeError(f"implementation {implementation.name!r} could not be started: {cause}") from error
+            remedy = "; implementation='auto' takes the next one" * (name != "auto")
+            raise RuntimeError(f"implementation {implementation.name!r} could not be started: {cause}{remedy}") from error
         _failures[implementation.name, failing] = cause
         log.warning("implementation %r could not be started, attention runs on the next one: %s", implementation.name, cause)
         return False
@@ -202,27 +205,18 @@ def mask_kind(mask: Tensor | None) -> str:
     """ "none", "key" (broadcastable from [B,1,1,Skv]) or "general" (anything else that broadcasts to [B,Hq,Sq,Skv])."""
     if mask is None:
         return "none"
-    rows_alike = mask.dim() < 2 or _one(mask.shape[-2])
-    heads_alike = mask.dim() < 3 or _one(mask.shape[-3])
+    rows_alike = mask.dim() < 2 or is_one(mask.shape[-2])
+    heads_alike = mask.dim() < 3 or is_one(mask.shape[-3])
     return "key" if rows_alike and heads_alike else "general"
 
 
 def is_aligned(tensor: Tensor) -> bool:
     """Unit last stride, other strides and the offset in multiples of 16 bytes; strides of size-1 dimensions do not count."""
     step = 16 // tensor.element_size()
-    if not _known(tensor.stride(-1) == 1) or not _known(tensor.storage_offset() % step == 0):
+    if not provable(tensor.stride(-1) == 1) or not provable(tensor.storage_offset() % step == 0):
         return False
     outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    return all(_known(size == 1) or _known(stride % step == 0) for size, stride in outer)
-
-
-def _known(condition: bool | torch.SymBool) -> bool:
-    """The truth of a size condition, without a guard; a symbolic one that cannot be proven counts as false."""
-    if isinstance(condition, bool):
-        return condition
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(condition)
+    return all(provable(size == 1) or provable(stride % step == 0) for size, stride in outer)
 
 
 @cache
@@ -230,8 +224,9 @@ def cuda_capability(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-def _one(size: int) -> bool:
-    return isinstance(size, int) and size == 1
+def words(capability: tuple[int, int] | None) -> str:
+    """A CUDA compute capability as NVIDIA writes it."""
+    return "none" if capability is None else ".".join(map(str, capability))
 
 
 def _names(values: tuple) -> str:

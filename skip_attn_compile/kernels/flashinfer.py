@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skip_attn_compile.kernels import Implementation, Problem, Results
+from skip_attn_compile.kernels import Implementation, Problem, Results, words
 
 CAPABILITIES = ((10, 0), (10, 3))
 
@@ -87,8 +87,8 @@ def _packed(x: Tensor) -> Tensor:
 def unavailable(problem: Problem) -> str | None:
     """Why it cannot run such a call on this machine, or None."""
     if problem.capability not in CAPABILITIES:
-        have = "none" if problem.capability is None else ".".join(map(str, problem.capability))
-        return f"its skip-softmax kernels for 16-bit inputs are built for compute capability 10.0 and 10.3, this device has {have}"
+        built = "its skip-softmax kernels for 16-bit inputs are built for compute capability 10.0 and 10.3"
+        return f"{built}, this device has {words(problem.capability)}"
     if problem.is_causal:
         return "its causal mask is aligned to the last key, not to the first"
     if problem.query_mask:

@@ -1,5 +1,7 @@
 """The oracle as an implementation: serves the CPU, and any device when asked for."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,20 +25,8 @@ def _run(
     tile_order: str,
 ) -> None:
     out, lse, counts = results
-    _, own_lse, own_counts = reference_attention(
-        query,
-        key,
-        value,
-        threshold,
-        attn_mask,
-        query_mask,
-        is_causal=is_causal,
-        scale=scale,
-        tile_order=tile_order,
-        tile_q=TILE_Q,
-        tile_k=TILE_K,
-        out=out,
-    )
+    how: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "tile_order": tile_order, "tile_q": TILE_Q, "tile_k": TILE_K}
+    _, own_lse, own_counts = reference_attention(query, key, value, threshold, attn_mask, query_mask, out=out, **how)
     lse.copy_(own_lse)
     counts.copy_(own_counts)
 
@@ -55,22 +45,16 @@ def _measure(
     tile: tuple[int, int],
 ) -> None:
     out, counts = results
-    _, _, own_counts = reference_attention(
-        query,
-        key,
-        value,
-        thresholds.new_zeros(()),
-        attn_mask,
-        query_mask,
-        is_causal=is_causal,
-        scale=scale,
-        tile_order=tile_order,
-        tile_q=tile[0],
-        tile_k=tile[1],
-        out=out,
-        trials=thresholds,
-    )
-    counts.copy_(own_counts)
+    how: dict[str, Any] = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "tile_order": tile_order,
+        "tile_q": tile[0],
+        "tile_k": tile[1],
+        "trials": thresholds,
+    }
+    dense = thresholds.new_zeros(())
+    counts.copy_(reference_attention(query, key, value, dense, attn_mask, query_mask, out=out, **how)[2])
 
 
 IMPLEMENTATION = Implementation(

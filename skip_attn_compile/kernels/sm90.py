@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skip_attn_compile.kernels import Implementation, Problem, Results
+from skip_attn_compile.kernels import Implementation, Problem, Results, words
 
 TILE_Q = 64
 TILE_K = 128
@@ -73,8 +73,7 @@ def measure(
 def unavailable(problem: Problem) -> str | None:
     """Why the kernel cannot run on this machine, or None: wrong GPU, no apache-tvm-ffi, no library and no way to build one."""
     if problem.capability != (9, 0):
-        have = "none" if problem.capability is None else ".".join(map(str, problem.capability))
-        return f"it is built for compute capability 9.0 (H100, H200), this device has {have}"
+        return f"it is built for compute capability 9.0 (H100, H200), this device has {words(problem.capability)}"
     from skip_attn_compile import build
 
     return build.unavailable()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from skip_attn_compile.kernels import Implementation, Problem, Results, cuda_capability, mask_kind
+from skip_attn_compile.kernels import Implementation, Problem, Results, cuda_capability, mask_kind, words
 from skip_attn_compile.operands import check_inputs
 
 TILE_Q, TILE_K = 64, 128
@@ -100,7 +100,8 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, threshold: Tensor, attn_mas
     """Whether the kernel takes these, all on one device. That masks broadcast is left to `expand`."""
     (batch, heads, _, head_dim), (kv_heads, keys, value_dim) = query.shape, value.shape[1:]
     return (
-        key.shape == (batch, kv_heads, keys, head_dim)
+        query.get_device() == key.get_device() == value.get_device()
+        and key.shape == (batch, kv_heads, keys, head_dim)
         and value.shape[0] == batch
         and kv_heads > 0
         and heads % kv_heads == 0
@@ -287,7 +288,7 @@ def _descriptor(x: Tensor, width: int) -> Any:
 def unavailable(problem: Problem) -> str | None:
     """Why the kernel cannot run on this machine, or None."""
     if problem.capability is not None and problem.capability < (8, 0):
-        return f"it needs compute capability 8.0 or newer, this device has {'.'.join(map(str, problem.capability))}"
+        return f"it needs compute capability 8.0 or newer, this device has {words(problem.capability)}"
     return "the package triton is not installed; pip install triton" if find_spec("triton") is None else None
 
 

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from test_sm90 import SCALE, exact_inputs, tolerance
 from torch import Tensor, nn
 
-from skip_attn_compile import SkipConfig, kernels, ops
+from skip_attn_compile import SkipConfig, kernels
 from skip_attn_compile.kernels import Implementation, Problem, sm90, triton
 from skip_attn_compile.measure import measure
 from skip_attn_compile.observe import Observer
 from skip_attn_compile.reference import reference_attention
+from skip_attn_compile.results import empty_results
 
 ORDERS = ("ascending", "own_first")
 LAMBDAS = [0.0, *(math.exp(-0.5 * n - 0.25) for n in range(29, -1, -1)), 1.0]
@@ -55,7 +56,7 @@ def check(
 ) -> Tensor:
     """Counts and output of one call with poisoned outputs; returns the counts, summed: [visited, skipped at each lambda]."""
     trials = torch.tensor(lambdas, device="cuda")
-    out, *_ = results = ops.empty_results(query, value, query.device)
+    out, *_ = results = empty_results(query, value)
     counts = torch.full((*query.shape[:2], 1 + len(lambdas)), -7, dtype=torch.int32, device="cuda")
     given = query, key, value, trials, attn_mask, query_mask, (out.fill_(math.nan), counts), is_causal, SCALE, tile_order, tile
     kernel.measure(*given)

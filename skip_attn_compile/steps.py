@@ -8,7 +8,7 @@ from itertools import groupby
 
 import torch
 
-from skip_attn_compile.timestep import Reading
+from skip_attn_compile.timestep import Reading, host_level
 
 _KEPT_STEPS = 1000  # of each model and thread; a level on a device holds 512 bytes there until the report is read
 
@@ -73,7 +73,9 @@ class StepLog:
         entry = _Entry(reading, dense)
         with self._lock:
             entries = self._entries.setdefault(key, deque(maxlen=_KEPT_STEPS))
-            if not entries or not entry.same_step(entries[-1]):
+            if entries and entry.same_step(entries[-1]):
+                entries[-1] = entry  # so that the blocks of this call find it: 0.3 us, not 2
+            else:
                 entries.append(entry)
 
     def clear(self) -> None:
@@ -91,7 +93,7 @@ def _read(entries: list[_Entry]) -> list[Step]:
     """On the host, steps that are alike and in a row made one: the calls of classifier-free guidance, the blocks of a model."""
     for device in {e.dense.device for e in entries if isinstance(e.dense, torch.Tensor) and e.dense.is_cuda}:
         torch.cuda.synchronize(device)  # other streams may still be writing
-    steps = [Step(None if e.reading.level is None else float(e.reading.level), bool(e.dense), e.reading.source) for e in entries]
+    steps = [Step(host_level(e.reading.level), bool(e.dense), e.reading.source) for e in entries]
     return [step for step, _ in groupby(steps)]
 
 
