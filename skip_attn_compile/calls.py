@@ -1,10 +1,11 @@
 """The calls of attached models that are running in this thread or task, as their forward hooks see them."""
 
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -83,6 +84,7 @@ class Call:
     outer: "Call | None"
     depth: int = 0  # of the model's calls of itself
     reading: Reading | None = None
+    thread: int = field(default_factory=threading.get_ident)  # a task or thread with a copy of the context may see it, too
 
 
 def innermost_call(owner: object) -> Call | None:
@@ -95,7 +97,7 @@ def innermost_call(owner: object) -> Call | None:
 
 def argument_position(model: nn.Module, spec: TimestepSpec) -> int | None:
     """Of the spec's argument among the positional ones of the model's forward, self not counted."""
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    names = list(inspect.signature(model.forward).parameters)
     return names.index(spec.argument) if spec.argument in names else None
 
 
@@ -112,7 +114,7 @@ def _enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object
         return
     if outer is not None:  # after a KeyboardInterrupt torch runs no hook that would end a call
         running = calls_around(module)
-        while outer is not None and outer.depth >= running[id(outer.module())]:
+        while outer is not None and outer.thread == threading.get_ident() and outer.depth >= running[id(outer.module())]:
             outer = outer.outer
         _calls.set(outer)
     depth = outer.depth + 1 if outer is not None and outer.module() is module else 0

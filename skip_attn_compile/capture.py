@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class Capture:
     """What `capture` returns."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
         enter = model.register_forward_pre_hook(_enter)
         self._handles: list[Any] = [enter, model.register_forward_hook(_leave, always_call=True)]
 
@@ -37,6 +39,9 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        with _lock:  # if it is running, or was interrupted, `_leave` will not come
+            for thread in list(_inside):
+                _forget(thread, lambda model: model is self._model())
 
 
 _lock = threading.Lock()
@@ -46,11 +51,14 @@ _before: dict[str, bool] = {}  # the flags before the first of them
 
 @torch.compiler.disable
 def _enter(model: nn.Module, _: object) -> None:
+    thread = threading.get_ident()
     with _lock:
-        _forget_interrupted(model)
-        if not any(_inside.values()):
+        if thread in _inside:  # after a KeyboardInterrupt torch runs no hook that would end a call
+            running = calls_around(model)
+            _forget(thread, lambda other: not running[id(other)])
+        if not _inside:
             _before.update({flag: getattr(torch._dynamo.config, flag) for flag in _FLAGS})
-        _inside.setdefault(threading.get_ident(), []).append(weakref.ref(model))
+        _inside.setdefault(thread, []).append(weakref.ref(model))
         _set(dict.fromkeys(_FLAGS, True))
 
 
@@ -58,22 +66,21 @@ def _enter(model: nn.Module, _: object) -> None:
 def _leave(model: nn.Module, *_: object) -> None:
     with _lock:
         own = _inside.get(threading.get_ident(), [])
-        if not own or own[-1]() is not model:  # another hook failed before `_enter` could run
-            return
-        own.pop()
-        if not own:  # though other threads may be inside: from torch 2.12 on each thread has flags of its own
-            _set(_before)
+        depth = next((n for n in reversed(range(len(own))) if own[n]() is model), None)
+        if depth is not None:  # else another hook failed before `_enter` could run
+            del own[depth:]  # with those inside that were interrupted
+            _forget(threading.get_ident(), lambda _: False)
 
 
-def _forget_interrupted(entering: nn.Module) -> None:
-    """After a KeyboardInterrupt torch runs no hook that would end a call."""
-    own = _inside.get(threading.get_ident())
-    if own:
-        running = calls_around(entering)
-        while own and own.count(own[-1]) > running[id(own[-1]())]:
-            own.pop()
-        if not own:
-            _set(_before)
+def _forget(thread: int, ended: Callable[[nn.Module | None], bool]) -> None:
+    """Those of a thread's models that have ended; after the last one its flags are what they were.
+
+    Though other threads may be inside: from torch 2.12 on each thread has flags of its own.
+    """
+    _inside[thread] = [model for model in _inside[thread] if not ended(model())]
+    if not _inside[thread]:
+        del _inside[thread]
+        _set(_before)
 
 
 def _set(flags: dict[str, bool]) -> None:

@@ -18,6 +18,8 @@ from skip_attn_compile.timestep import is_dense
 from skip_attn_compile.trial import Difference, Tally, Trial, tensors
 
 _FORMAT = 1
+_SAME = 1e-3  # relative difference of outputs that are the same: 60 dB
+_ELSEWHERE = "give another state file, or remove it"
 
 
 class Outcome(NamedTuple):
@@ -45,10 +47,20 @@ class Outcomes:
 
     def depend_on(self, name: str, value: Any) -> None:
         """ValueError where what was read has another value."""
-        before = self._about.setdefault(name, value)
+        before = self._about.get(name) if self._found else self._about.setdefault(name, value)
         if before != value:
-            elsewhere = "give another state file, or remove it"
-            raise ValueError(f"{self._path} holds runs with {name} {before!r}, here it is {value!r}; {elsewhere}")
+            raise ValueError(f"{self._path} holds runs with {name} {before!r}, here it is {value!r}; {_ELSEWHERE}")
+
+    def depend_on_outputs(self, samples: list[list[float]]) -> None:
+        """Of the dense run: inputs, weights and sampling all show in them. ValueError where those that were read are others.
+
+        Not to the bit, which not every GPU repeats.
+        """
+        before = self._about.get("outputs") if self._found else self._about.setdefault("outputs", samples)
+        alike = lambda a, b: len(a) == len(b) and math.dist(a, b) <= _SAME * math.hypot(*a)
+        if before is None or len(before) != len(samples) or not all(map(alike, before, samples)):
+            what = "the dense run gives another output: inputs, weights or sampling have changed"
+            raise ValueError(f"{self._path} holds runs of something else, {what}; {_ELSEWHERE}")
 
     def get(self, sparse: Sequence[LayerName], cutoff: float) -> Outcome | None:
         return self._found.get(_key(sparse, cutoff))
@@ -101,6 +113,7 @@ class Comparison:
         self._tallies = {where: tally for where, tally in self.trial.tallies.items() if tally.visited}
         self._outcomes.depend_on("tiles", self.visited)
         self._outcomes.depend_on("first inputs", digest(first for first, _ in self._dense))
+        self._outcomes.depend_on_outputs([_sampled(outputs) for _, outputs in self._dense])
 
     def run(self, sparse: Sequence[LayerName], cutoff: float) -> Outcome:
         """All items with these layers sparse, unless that is known already."""
@@ -172,6 +185,11 @@ class Comparison:
             t.skipped for (name, level), t in self._tallies.items() if name in sparse and (level is None or not is_dense(level, cutoff))
         ]
         return sum(left) / self.visited
+
+
+def _sampled(output: Sequence[Tensor]) -> list[float]:
+    """Some 64 values of each tensor."""
+    return [value for tensor in output for value in tensor.flatten()[:: max(1, tensor.numel() // 64)].double().tolist()]
 
 
 def _shapes(output: Sequence[Tensor]) -> str:

@@ -12,11 +12,19 @@ from torch import nn
 from skip_attn_compile.layers import Anchor, Frame, KnownModels, clean_path, unwrap
 
 
-def captured_code() -> CodeType:
-    """Of the Python frame that Dynamo is compiling."""
+def captured_code() -> CodeType | None:
+    """Of the Python frame that Dynamo is compiling; None where the graph was not captured just now (aot_compile, a traced module)."""
+    tx = _transaction()
+    return None if tx is None else tx.f_code
+
+
+def _transaction() -> Any:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    return InstructionTranslator.current_tx().f_code
+    try:
+        return InstructionTranslator.current_tx()
+    except AttributeError:  # this thread is not inside one
+        return None
 
 
 def frames_of_graph(module_ids: Sequence[tuple[int, ...]], example_inputs: Sequence[object], models: KnownModels) -> list[Frame]:
@@ -78,9 +86,12 @@ class _FrameScope:
 
     @classmethod
     def current(cls, models: KnownModels) -> "_FrameScope":
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        tx = InstructionTranslator.current_tx()
+        tx = _transaction()
+        if tx is None:
+            raise ValueError(
+                "the backend needs a graph that Dynamo is capturing, to tell whose attention it holds, and got one captured before"
+                " (aot_compile, a traced or exported module); use torch.compile(model, backend=...)"
+            )
         local_modules = _modules_in(tx.output.local_scope.values())
         # Largest trees first among the locals: `self` before the blocks that a loop variable may also hold.
         local_modules.sort(key=lambda m: -sum(1 for _ in m.modules()))
@@ -135,14 +146,15 @@ def self_of(frame: FrameType) -> object:
 
 def calls_around(module: nn.Module) -> Counter[int]:
     """id(module) -> how many of its calls are on this thread's Python stack, around the call of `module` that is beginning."""
-    found: Counter[int] = Counter()
+    found: dict[str, Counter[int]] = {"_wrapped_call_impl": Counter(), "_call_impl": Counter()}  # a class may call the latter itself
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "_wrapped_call_impl":
-            found[id(self_of(frame))] += 1
+        if frame.f_code.co_name in found:
+            found[frame.f_code.co_name][id(self_of(frame))] += 1
         frame = frame.f_back  # type: ignore[assignment]
-    found[id(module)] -= 1
-    return found
+    around = found["_wrapped_call_impl"] | found["_call_impl"]  # the larger of both
+    around[id(module)] -= 1
+    return around
 
 
 def _running_modules() -> list[nn.Module]:

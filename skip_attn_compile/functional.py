@@ -55,9 +55,9 @@ def skip_softmax_attention(
         threshold_tensor = torch.full((), min(float(threshold), 1.0), dtype=torch.float32, device=query.device)
     else:
         raise ValueError(f"threshold must be a finite number >= 0 or a float32 tensor [] or [batch], got {threshold!r}")
-    if scale is not None and not is_finite(scale):
-        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
     if not torch.compiler.is_compiling():  # there the operator's fake does it; Dynamo cannot trace the messages
+        if scale is not None and not is_finite(scale):
+            raise ValueError(f"scale must be a finite number or None, got {scale!r}")
         check_inputs(query, key, value, threshold_tensor, attn_mask, None)
     if tile_order not in TILE_ORDERS:
         raise ValueError(f"tile_order must be one of {', '.join(TILE_ORDERS)}, got {tile_order!r}")

@@ -170,19 +170,24 @@ class Frame:
         if self.root_class is None:
             yield Candidate(_NO_MODEL, self.function, ())
             return
-        # Where a model and one inside it are attached, the inner one names its own modules.
-        named: dict[nn.Module, tuple[KnownModel, str]] = {}
-        for known in models.live():
-            for path, module in known.modules():
-                if type(module) is self.root_class and (module not in named or len(path) < len(named[module][1])):
-                    named[module] = known, path
-        for module, (known, path) in named.items():
-            # Every name of a shared module: who shares the owner of a Parameter must be seen to hold it too.
-            tree = {clean_path(module, name): m for name, m in module.named_modules(remove_duplicate=False)}
-            if all(site in tree for site in self.sites.values()):
-                owners = (tree.get(anchor.owner) for anchor in self.anchors)
-                references = (None if owner is None else weakref.ref(owner) for owner in owners)
-                yield Candidate(known, path, tuple(zip(references, (anchor.name for anchor in self.anchors), strict=True)))
+        trees = {known: [(path, m) for path, m in known.modules() if type(m) is self.root_class] for known in models.live()}
+        for known, tree in trees.items():
+            if any(_wraps(known, other, tree, trees[other]) for other in trees):
+                continue
+            for path, module in tree:
+                # Every name of a shared module: who shares the owner of a Parameter must be seen to hold it too.
+                parts = {clean_path(module, name): m for name, m in module.named_modules(remove_duplicate=False)}
+                if all(site in parts for site in self.sites.values()):
+                    owners = (parts.get(anchor.owner) for anchor in self.anchors)
+                    references = (None if owner is None else weakref.ref(owner) for owner in owners)
+                    yield Candidate(known, path, tuple(zip(references, (anchor.name for anchor in self.anchors), strict=True)))
+
+
+def _wraps(known: KnownModel, other: KnownModel, own: list[tuple[str, nn.Module]], others: list[tuple[str, nn.Module]]) -> bool:
+    """Is `other` a model inside `known`, with all of its candidates in it? Then it names them."""
+    root, inner = known.reference(), other.reference()
+    inside = root is not None and inner is not root and any(module is inner for _, module in known.modules())
+    return inside and {id(module) for _, module in own} <= {id(module) for _, module in others}
 
 
 def unwrap(module: nn.Module) -> nn.Module:

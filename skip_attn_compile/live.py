@@ -53,7 +53,7 @@ class Slot:
 class GraphRecord:
     """What is known of one compiled graph."""
 
-    code: CodeType  # of the Python frame that Dynamo captured
+    code: CodeType | None  # of the Python frame that Dynamo captured
     frames: list[Frame]
     decisions: list[Decision]  # of every site, in the graph's order
     device: torch.device | None = None  # of counts, and of control too unless some kernel takes lambda on the host; None: all kept
@@ -63,10 +63,6 @@ class GraphRecord:
     @property
     def rewritten(self) -> list[int]:
         return [index for index, decision in enumerate(self.decisions) if not decision.kept]
-
-    @property
-    def function(self) -> str:
-        return self.code.co_name
 
     def frame_of(self, site: int) -> int:
         return next(n for n, frame in enumerate(self.frames) if site in frame.sites)

@@ -47,15 +47,16 @@ class _Plan(NamedTuple):
     counts: Layout
 
 
-# Plans by what the caller and `query` ask for; only of implementations that check the rest themselves. Making one takes 60 us.
+# Plans by what the caller and `query` ask for, and of memory that is not aligned apart, since an implementation may want that; only of
+# implementations that check the rest themselves. Making one takes 60 us.
 _plans: dict[tuple[Any, ...], _Plan] = {}
 _PLANS_KEPT = 4096
+_MISALIGNED = "misaligned"
 
 # What Inductor's generated code allocates with: on the current GPU, half the host time of torch.empty_strided.
 _empty_on_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
-@torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -72,9 +73,13 @@ def _attention(
         _raise_if_gradient_needed(query, key, value, attn_mask)
     shape, device = query.shape, query.get_device()  # -1 is the CPU
     scale = shape[-1] ** -0.5 if scale is None else scale
-    masks = attn_mask is None, query_mask is None
-    call = (shape, query.stride(), query.dtype, device, value.shape[-1:], masks, is_causal, tile_order, implementation)
+    given = (attn_mask is None) + 2 * (query_mask is None) + 4 * query.is_cuda  # an index alone may be of another kind of device
+    value_dim = value.shape[-1] if value.ndim else 0  # a scalar is refused later, with words
+    call: tuple[Any, ...] = (shape, query.stride(), query.dtype, device, value_dim, given, is_causal, tile_order, implementation)
     plan = _plans.get(call)
+    if plan is None and not _is_aligned(query, key, value):
+        call = (*call, _MISALIGNED)
+        plan = _plans.get(call)
     if plan is not None and _all_on(device, threshold, attn_mask, query_mask):
         results = _allocate(plan, device)
         try:
@@ -113,19 +118,15 @@ def _start(
         by.run(query, key, value, of_its_device, attn_mask, query_mask, results, is_causal, scale, tile_order)
 
     chosen = start(problem, implementation, run)
-    if call is not None and call not in _plans and chosen.checks_arguments and _serves_all_alike(chosen, problem, implementation):
+    if call is not None and not problem.aligned and call[-1] is not _MISALIGNED:  # the plan for the others has refused it
+        call = (*call, _MISALIGNED)
+    if call is not None and call not in _plans and chosen.checks_arguments:
         if len(_plans) >= _PLANS_KEPT:
             _plans.clear()
         _plans[call] = _Plan(chosen.run, *((tuple(x.shape), x.stride(), x.dtype) for x in results))
     return results
 
 
-def _serves_all_alike(chosen: Implementation, problem: Problem, name: str) -> bool:
-    """Would it be chosen for aligned memory, too? Else calls that are the exception would decide for all."""
-    return problem.aligned or kernels.choose(problem._replace(aligned=True), name, explicit_call=True) is chosen
-
-
-@torch.library.impl(_library, "attention.lambda_on_host", "CompositeExplicitAutograd")
 def _attention_lambda_on_host(
     query: Tensor,
     key: Tensor,
@@ -167,8 +168,15 @@ def problem_of(
 ) -> Problem:
     """The problem of a call with real tensors: where they start is known, too."""
     problem = kernels.Problem.of(query, key, value, attn_mask, query_mask, is_causal, tile_order)
-    starts = query.data_ptr() | key.data_ptr() | value.data_ptr()
-    return problem._replace(aligned=problem.aligned and starts % 16 == 0)
+    return problem._replace(aligned=problem.aligned and _starts_aligned(query, key, value))
+
+
+def _is_aligned(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return all(x.ndim == 4 and kernels.is_aligned(x) for x in (query, key, value)) and _starts_aligned(query, key, value)
+
+
+def _starts_aligned(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
 
 
 def start(problem: Problem, name: str, run: Callable[[Implementation], None]) -> Implementation:
@@ -202,7 +210,9 @@ def _raise_if_gradient_needed(*inputs: Tensor | None) -> None:
 
 
 # Autograd adds nothing: kernel and fake raise where a gradient would be needed. A kernel of its own for that, in Python, takes 6 us.
-for _name in ("attention", "attention.lambda_on_host"):
+for _name, _kernel in (("attention", _attention), ("attention.lambda_on_host", _attention_lambda_on_host)):
+    for _device in ("CPU", "CUDA", "MPS", "XPU"):
+        _library.impl(_name, _kernel, _device)
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
 

@@ -83,8 +83,10 @@ def sensitivity(
             f"sensitivity needs an implementation that counts the tiles it skips, got {', '.join(uncounted)}, which counts none;"
             " measure with implementation='auto', and apply what is found to your config with found.config(config)"
         )
-    about = {"models": described(models), "configs": {name: repr(config) for name, config in configs.items()}}
-    outcomes = Outcomes(None if state is None else Path(state), {**about, "items": len(todo), "peak": peak})
+    peak = None if peak is None else float(peak)
+    operating_points = {name: repr(config) for name, config in configs.items()}
+    about = {"models": described(models), "configs": operating_points, "items": len(todo), "peak": peak}
+    outcomes = Outcomes(None if state is None else Path(state), about)
     trial = Trial(models, configs, schedule)
     try:
         return _explore(Comparison(trial, run, todo, peak, outcomes), configs, psnr, alone, gates, attention_share, progress)

@@ -33,6 +33,7 @@ def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: Know
     rows: dict[object, SiteReport] = {}
     layers: dict[LayerName, None] = {}
     seen: dict[KnownModel, set[str]] = {}
+    ran: set[object] = set()
 
     def add(key: object, row: SiteReport) -> None:
         if key in rows:
@@ -40,7 +41,6 @@ def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: Know
         else:
             rows[key] = row
 
-    ran: set[object] = set()
     for graph in graphs:
         counts = read_counts(graph)
         untold = {site for site, caller in counts if caller is None}  # whoever called may be any of the candidates
@@ -57,8 +57,7 @@ def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: Know
                     add(key, _site_row(decision, layer, config, counts.pop((site, candidate), (0, 0, 0))))
             for site, path in frame.sites.items() if not candidates else ():
                 add((id(frame), site), _unknown_row(graph.decisions[site], frame, path))
-            if not candidates:
-                ran.update((id(frame), site) for site in frame.sites)
+                ran.add((id(frame), site))
         visited, skipped, clamped = (sum(column) for column in zip((0, 0, 0), *counts.values(), strict=True))  # what no candidate took
         if visited:
             now, remedy = "sparse" if skipped else "dense now", ALIKE if layers else ATTACH
@@ -71,16 +70,14 @@ def build_report(graphs: Sequence[GraphRecord], config: SkipConfig, models: Know
     report.implementations = {x.name: x.published for x in served_by if x is not None}
     if layers:  # else no layer has a name yet, and no pattern can have missed one
         report.unmatched = unmatched_patterns(config, list(layers))
+    missed = _in_no_graph(seen, models) if graphs else []
     if not rows:
         seen_in = f"no scaled_dot_product_attention call was seen in {len(graphs)} compiled graph{'s' * (len(graphs) != 1)}"
         nothing = "; nothing has run compiled yet, or Dynamo runs it eager past its recompile limit: then call torch.compiler.reset()"
-        missed = _in_no_graph(seen, models) if graphs else []
-        why = nothing if not graphs else "" if missed else f": {IN_NO_GRAPH}"
-        report.notes += [seen_in + why, *missed]
-    elif graphs:
-        report.notes += _in_no_graph(seen, models)
+        report.notes.append(seen_in + (nothing if not graphs else "" if missed else f": {IN_NO_GRAPH}"))
+    report.notes += missed
     report.notes += dict.fromkeys(kernels.failures())
-    report.notes += at_recompile_limit({graph.code: graph.function for graph in graphs})
+    report.notes += at_recompile_limit({graph.code: graph.code.co_name for graph in graphs if graph.code is not None})
     return report
 
 

@@ -154,9 +154,9 @@ def check_spec(spec: object, model: nn.Module) -> None:
     model = unwrap(model)
     if not isinstance(model, nn.Module):  # for others to refuse
         return
-    parameters = inspect.signature(type(model).forward).parameters
+    parameters = inspect.signature(model.forward).parameters
     if spec.argument not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-        given = ", ".join(list(parameters)[1:])
+        given = ", ".join(parameters)
         raise ValueError(f"timestep_spec must name an argument of {type(model).__name__}.forward ({given}), got {spec.argument!r}")
 
 

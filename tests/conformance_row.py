@@ -97,19 +97,19 @@ class Traced(NamedTuple):
     recompiles: int  # at other sizes, and back at the first
 
 
-def trace_plain(case: Case, way: str, other_size: bool = False) -> Traced:
+def trace_plain(case: Case, way: str) -> Traced:
     """Under plain torch.compile. All of this is Dynamo's, so nothing needs to compile the graphs."""
     counter = CompileCounterWithBackend("eager")
-    return _run_and_trace(_compiled(case.build(), way, counter), _sizes(case, other_size), counter)[1]
+    return _run_and_trace(_compiled(case.build(), way, counter), _sizes(case), counter)[1]
 
 
-def conform(case: Case, way: str, inner: str = "aot_eager", other_size: bool = True, plain: Traced | None = None) -> Row:
-    """Compile `case` and run it at two thresholds, and with `other_size` at another size too, for `recompiles`.
+def conform(case: Case, way: str, inner: str = "aot_eager", plain: Traced | None = None) -> Row:
+    """Compile `case` and run it at two thresholds, and at another size too, for `recompiles`.
 
     plain: what `trace_plain` returns, if known. Else the model is compiled by plain torch.compile, too, and threshold 0 is compared with
     that; with `plain` it is compared with the eager model.
     """
-    model, sizes = case.build(), _sizes(case, other_size)
+    model, sizes = case.build(), _sizes(case)
     inputs = sizes[0]
     expected = None
     if plain is None:
@@ -189,8 +189,8 @@ def _compiled(model: Any, way: str, backend: object) -> nn.Module:
     return model
 
 
-def _sizes(case: Case, other_size: bool) -> list[Inputs]:
-    return [case.draw(), case.draw(rows=24)] if other_size else [case.draw()]
+def _sizes(case: Case) -> list[Inputs]:
+    return [case.draw(), case.draw(rows=24)]
 
 
 def _run_and_trace(model: nn.Module, sizes: Sequence[Inputs], counter: CompileCounterWithBackend) -> tuple[list[Tensor], Traced]:

@@ -356,6 +356,25 @@ def test_backends_are_compared_by_identity() -> None:
         assert be.report().visited == TILES
 
 
+def test_a_graph_that_dynamo_is_not_capturing_compiles() -> None:
+    class Add(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    be = backend(skip_config())
+    compiled = be(torch.fx.symbolic_trace(Add()), [torch.ones(2)])
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
+    assert be.report().graphs == 1
+
+
+def test_attention_in_a_graph_that_dynamo_is_not_capturing_is_refused() -> None:
+    graph = torch.fx.symbolic_trace(lambda q: F.scaled_dot_product_attention(q, q, q))
+    for node in graph.graph.nodes:
+        node.meta["example_value"] = torch.zeros(1, 1, 512, 8)
+    with pytest.raises(ValueError, match=r"the backend needs a graph that Dynamo is capturing, .*use torch.compile\(model, backend=...\)"):
+        backend(skip_config())(graph, [torch.zeros(1, 1, 512, 8)])
+
+
 def test_a_function_without_attention_is_left_alone() -> None:
     be, _recorder = recording_backend(skip_config(0.3))
     assert torch.compile(lambda x: x + 1, backend=be)(torch.zeros(2)).tolist() == [1, 1]

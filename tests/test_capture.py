@@ -1,10 +1,13 @@
 """capture: Dynamo's flags around one model's forward, for what depends on values, and nowhere else."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from diffusers_models import CASES, run
 from models import Dit, dit, skip_config, tokens
 from skip_attn_compile import backend, capture, compile_pipeline
 
@@ -92,9 +95,59 @@ def test_a_hook_that_fails_first_and_an_interrupt_leave_nothing_behind() -> None
     interrupting.remove()
     model(tokens(), MASK)
     assert flags() == before
+
+    def swallow(*_: object) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            inner(tokens())
+
+    inner = dit(1)
+    capture(inner)
+    inner.proj.register_forward_pre_hook(interrupt)
+    swallowing = model.register_forward_pre_hook(swallow)
+    model(tokens(), MASK)
+    swallowing.remove()
+    assert flags() == before, "an inner call that was interrupted and caught"
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         model(tokens(), MASK)
         assert flags() == (True, before[1]), "what the user sets himself stays"
+
+
+@pytest.mark.parametrize("when", ["interrupted", "running"])
+def test_taken_off_in_the_middle_of_a_call(when: str) -> None:
+    model, before = Ragged(), flags()
+    taken = capture(model)
+
+    def act(*_: object) -> None:
+        if when == "interrupted":
+            raise KeyboardInterrupt
+        taken.remove()
+
+    model.dit.register_forward_pre_hook(act)
+    with contextlib.suppress(KeyboardInterrupt):
+        model(tokens(), MASK)
+    taken.remove()
+    assert flags() == before
+
+
+def test_mochi_is_served() -> None:
+    """diffusers' own: its joint attention depends on the number of text tokens, and is in no graph without the flags."""
+    case = next(case for case in CASES if case.class_name == "MochiTransformer3DModel")
+    for captured in (False, True):
+        torch.compiler.reset()
+        model, before = case.build(), flags()
+        counter = CompileCounterWithBackend("eager")
+        be = backend(skip_config(0.3), inner=counter, model=model)
+        if captured:
+            capture(model)
+        model.compile(backend=be)
+        run(model, case.draw())
+        report = be.report()
+        joint = [site for site in report.sites if site.name.endswith("attn1")]
+        assert [site.skipped > 0 for site in joint] == [True] * len(joint)
+        assert len(joint) == (model.config.num_layers if captured else 0)
+        assert any("attn1 (MochiAttention): " in note and "skip_attn_compile.capture(model)" in note for note in report.notes) != captured
+        assert (counter.frame_count == 1) == captured
+        assert flags() == before
 
 
 def test_for_a_pipeline_and_taken_off_again() -> None:

@@ -15,6 +15,7 @@ from diffusers_models import WAN
 from models import dit, skip_config, tokens
 from skip_attn_compile import SkipConfig, backend
 from skip_attn_compile.backend import SkipBackend
+from skip_attn_compile.report import UNKNOWN_LAYER
 
 CONFIG = SkipConfig(threshold=1.0, min_kv_len=0)  # skips what it can: random weights, and the effect must be visible
 INPUTS = WAN.draw()
@@ -109,6 +110,28 @@ def test_group_offload(regional: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("regional", [False, True])
+def test_offload_of_each_layer_says_why_it_is_not_served(regional: bool) -> None:
+    """Its hooks hide the Parameters from the graphs and use up Dynamo's variants: right results, and the report says what to do."""
+    cpu = torch.device("cpu")
+    expected = run(WAN.build())
+    offload = lambda m: m.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
+    model, be = compiled_wan(offload, regional)
+    be.update(threshold=0.0)
+    torch.testing.assert_close(run(model), expected, rtol=1e-4, atol=1e-4)
+    be.update(threshold=0.3)
+    run(model)
+    report = be.report()
+    if regional:
+        unknown = report.site(UNKNOWN_LAYER)
+        assert unknown.visited
+        assert "give them one rule" in unknown.reasons[0]
+        assert not any("no compiled graph has served" in note for note in report.notes)
+    else:
+        assert not report.visited
+        assert any("compiled variants that Dynamo allows: any further one runs eager" in note for note in report.notes)
+
+
 def test_first_block_cache() -> None:
     """It decides from values whether to run the blocks, so Dynamo cannot hold the model in one graph; the blocks it runs are served."""
     from diffusers import FirstBlockCacheConfig
@@ -182,7 +205,9 @@ def test_an_encoder_of_transformers() -> None:
     )
     config._attn_implementation = "sdpa"
     model = transformers.BertModel(config).eval().requires_grad_(False)
-    ids = torch.randint(0, 64, (2, 512), generator=torch.Generator().manual_seed(0))
+    for layer in model.encoder.layer:
+        layer.attention.self.query.weight.mul_(2000)  # so that the levels differ by more than lambda = 1 allows
+    ids = torch.tensor([3, 9, 20, 40]).repeat_interleave(128).expand(2, -1)  # a level for each tile
     mask = (torch.arange(512) < torch.tensor([[512], [300]])).long()
     expected = model(ids, attention_mask=mask).last_hidden_state
     be = backend(skip_config(0.0), inner="aot_eager")
@@ -193,7 +218,11 @@ def test_an_encoder_of_transformers() -> None:
     torch.testing.assert_close(out[1, :300], expected[1, :300], rtol=1e-4, atol=1e-4)
     report = be.report()
     assert [site.name for site in report.sites] == ["encoder.layer.0.attention.self", "encoder.layer.1.attention.self"]
-    assert all(site.decision != "kept" or site.reasons for site in report.sites)
+    assert all(site.decision == "dense now" and site.visited for site in report.sites)
+    be.update(threshold=1.0)
+    with torch.no_grad():
+        compiled(ids, attention_mask=mask)
+    assert all(site.skipped for site in be.report().sites)
 
 
 def test_functions_without_a_module() -> None:

@@ -132,6 +132,13 @@ def test_any_finite_threshold_is_taken() -> None:
     assert torch.equal(skip_softmax_attention(Q, Q, Q, 1e300), skip_softmax_attention(Q, Q, Q, 1.0))
 
 
+def test_a_scale_from_symbolic_sizes_compiles() -> None:
+    function = torch.compile(
+        lambda x: skip_softmax_attention(x, x, x, 0.1, scale=x.shape[2] ** -0.5), backend="eager", dynamic=True, fullgraph=True
+    )
+    torch.testing.assert_close(function(Q), skip_softmax_attention(Q, Q, Q, 0.1, scale=Q.shape[2] ** -0.5))
+
+
 def test_a_wrong_rank_is_named_in_a_graph_too() -> None:
     with pytest.raises(Exception, match=r"query must be \[batch, heads, tokens, head_dim\], got \[70\]"):
         torch.compile(skip_softmax_attention, backend="eager", fullgraph=True)(torch.zeros(70), Q, Q, 0.1)

@@ -1,10 +1,12 @@
 """The timestep gate of compiled models: where t comes from, what it changes, what it must not cost."""
 
+import contextvars
 import copy
 import gc
 import logging
 import pickle
 import threading
+import types
 import weakref
 
 import pytest
@@ -219,6 +221,9 @@ def test_a_bad_spec_is_named() -> None:
     with pytest.raises(ValueError, match=r"must name an argument of Noisy.forward \(x, timestep, scale\), got 'timestp'"):
         be.attach(Noisy(), timestep_spec=TimestepSpec("timestp"))
     assert not be._models.live()
+    model = dit(1)
+    model.forward = types.MethodType(lambda self, x, sigma: x, model)
+    be.attach(model, timestep_spec=TimestepSpec("sigma"))  # of the instance's own forward
 
 
 # What it must not cost
@@ -373,6 +378,27 @@ def test_an_interrupted_call_is_not_taken_for_one_that_runs() -> None:
     assert innermost_call(be._gate).outer is None, "each call forgets the one before"
     model(X, t(1.0))
     assert innermost_call(be._gate) is None
+
+
+def test_a_thread_inside_a_call_sees_it() -> None:
+    """As asyncio.to_thread runs it: with a copy of the context."""
+    be, seen = gated(), []
+
+    class Outer(Noisy):
+        def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+            thread = threading.Thread(target=contextvars.copy_context().run, args=(self.dit, x))
+            thread.start()
+            thread.join()
+            seen.append(innermost_call(be._gate))
+            return x
+
+    model = Outer()
+    be.attach(model, timestep_spec=SPEC)
+    be.attach(model.dit, "inner", timestep_spec=TimestepSpec("x"))
+    model.dit.proj.register_forward_pre_hook(lambda *_: seen.append(innermost_call(be._gate)))
+    model(X, t(500.0))
+    inner, outer = seen
+    assert (inner.module(), inner.outer.module(), outer.module()) == (model.dit, model, model)
 
 
 def test_every_call_of_a_step_finds_the_steps_entry() -> None:

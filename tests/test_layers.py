@@ -115,6 +115,28 @@ def test_of_a_model_and_its_wrapper_both_attached_the_model_names_its_layers(wra
     torch.testing.assert_close(output, expect(model, 0.0, 0.3)[0], **CLOSE)
 
 
+def test_a_block_that_two_models_share_is_dense_where_they_disagree() -> None:
+    """Whichever is attached first: it might be the ignored one's call."""
+    first, second = dit(1), dit(1, seed=1)
+    second.blocks[0] = first.blocks[0]
+    for models in ((first, "a"), (second, "b")), ((second, "b"), (first, "a")):
+        torch.compiler.reset()
+        be = backend(skip_config(0.5, ignore=("b.*",)), inner="eager")
+        for model, name in models:
+            be.attach(model, name)
+        second.blocks[0].compile(backend=be)
+        second(tokens())
+        assert (be.report().visited, be.report().skipped) == (TILES, 0)
+
+
+def test_a_block_attached_beside_its_model_does_not_escape_the_models_rules() -> None:
+    model = dit(2)
+    be = backend(skip_config(0.5, ignore=("blocks.0.*",)), inner="eager", model=model)
+    be.attach(model.blocks[0], "block")
+    compile_blocks(model, be)
+    torch.testing.assert_close(model(tokens()), expect(model, 0.0, 0.5)[0], **CLOSE)
+
+
 def test_callers_that_are_remembered_are_bounded() -> None:
     model, be = dit(1), backend(skip_config(), inner="eager")
     be.attach(model)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -395,6 +396,12 @@ def test_a_state_of_other_runs_is_refused(tmp_path: Path) -> None:
         sensitivity(model, lambda: model(tokens(length=256)), state=state, **ALL)
     with pytest.raises(ValueError, match="holds runs with first inputs .*, here it is"):
         sensitivity(model, lambda: model(tokens(seed=1)), state=state, **ALL)
+    conditioned = dit(2, cross=True)
+    noise, other_state = tokens(), tmp_path / "other.json"
+    sensitivity(conditioned, lambda: conditioned(noise, tokens(seed=1)), state=other_state, peak=numpy.float32(2), **ALL)
+    sensitivity(conditioned, lambda: conditioned(noise, tokens(seed=1)), state=other_state, peak=2, **ALL)
+    with pytest.raises(ValueError, match="holds runs of something else, the dense run gives another output: inputs, weights or sampling"):
+        sensitivity(conditioned, lambda: conditioned(noise, tokens(seed=2)), state=other_state, peak=2, **ALL)
     tuned = dit(2, seed=1)
     with pytest.raises(ValueError, match="holds runs with models .*Dit, 11,872 parameters, weights .*, here it is .*11,872"):
         sensitivity(tuned, lambda: tuned(tokens()), state=state, **ALL)
