@@ -11,12 +11,20 @@ Where a tile of V is too large for shared memory, a program takes a chunk of V's
 
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 TILE_K: tl.constexpr = tl.constexpr(128)  # keys that are skipped together
 NONE: tl.constexpr = tl.constexpr(float("-inf"))  # the score of a masked key
 LEAST: tl.constexpr = tl.constexpr(-3.0e38)  # above NONE, below the log2 of every lambda but 0
 MOST_TRIALS: tl.constexpr = tl.constexpr(32)  # as MOST_THRESHOLDS of `measure.py`; a power of 2
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+class Descriptor(TensorDescriptor):
+    """Without the checks, half of its time: the launcher has made them."""
+
+    def __post_init__(self) -> None:
+        pass
 
 
 @triton.jit
@@ -42,55 +50,12 @@ def load_tile(
 
 
 @triton.jit
-def scores(
-    s,
-    scale,
-    attn_mask,
-    stride,
-    col,
-    row,
-    kv_len,
-    SCALE_FIRST: tl.constexpr,
-    MASK: tl.constexpr,
-    CHECK_KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
-    """Products with the keys `col` as they are compared, NONE where masked."""
-    if SCALE_FIRST:
-        s *= scale
-    if MASK == "bool":
-        kept = tl.load(attn_mask + col.to(tl.int64) * stride, mask=col < kv_len, other=0)
-        s = tl.where((kept != 0)[None, :], s, NONE)
-    elif MASK == "add":
-        bias = tl.load(attn_mask + col.to(tl.int64) * stride, mask=col < kv_len, other=NONE).to(tl.float32)[None, :]
-        s = tl.where(bias == NONE, NONE, s + bias)
-    elif CHECK_KEYS:
-        s = tl.where((col < kv_len)[None, :], s, NONE)
-    if CAUSAL:
-        s = tl.where(col[None, :] <= row[:, None], s, NONE)
-    return s
-
-
-@triton.jit
-def softmax(s, m, m_new, l, unit, keeps, SOME: tl.constexpr):
-    """One step of the online softmax: (p, alpha, l) after scores s. m: the maximum before the step, m_new: after it.
-
-    SOME: only of the rows that `keeps` has; the others, whose maximum stays, get weights of 0.
-    """
+def softmax_pv(s, m, m_new, l, acc, v, unit, PRECISION: tl.constexpr):
+    """One step of the online softmax: (l, acc) after scores s and their values v. m: the maximum before the step, m_new: after it."""
     shift = tl.where(m_new == NONE, 0.0, m_new * unit)
-    alpha = tl.exp2(m * unit - shift)
-    if SOME:
-        shift = tl.where(keeps, shift, -NONE)
-        alpha = tl.where(keeps, alpha, 1.0)
     p = tl.exp2(s * unit - shift[:, None])
-    return p, alpha, l * alpha + tl.sum(p, 1)
-
-
-@triton.jit
-def add_values(acc, p, alpha, v, keeps, SOME: tl.constexpr, PRECISION: tl.constexpr):
-    """acc after weights p of values v; in rows that `keeps` lacks as it was, since 0 times what v holds may be NaN."""
-    after = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return tl.where(keeps[:, None], after, acc) if SOME else after
+    alpha = tl.exp2(m * unit - shift)
+    return l * alpha + tl.sum(p, 1), tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
 
 @triton.jit
@@ -113,8 +78,8 @@ def tile_gap(tile_max, m_new, unit):
 @triton.jit
 def attention_kernel(
     query,  # [B, Hq, Sq, D]
-    key,  # [B, Hkv, Skv, D]
-    value,  # [B, Hkv, Skv, Dv]
+    key,  # [B, Hkv, Skv, D]; where TMA, its descriptor, with blocks of [1, 1, TILE_K, BLOCK_D]
+    value,  # [B, Hkv, Skv, Dv]; likewise, [1, 1, TILE_K, BLOCK_DV]
     threshold,  # lambda, float32: by batch item; or TRIALS of them
     attn_mask,  # [B, Skv] int8 (0 masks) or floating point (added, -inf masks); unused where MASK is "none"
     query_mask,  # [B, Sq] int8; unused where not QUERY_MASK
@@ -145,16 +110,15 @@ def attention_kernel(
     SCALE_FIRST: tl.constexpr,  # scores are scaled before they are compared; else (scale > 0) afterwards, which spares a multiplication
     CHECK_KEYS: tl.constexpr,  # kv_len is no multiple of TILE_K
     GROUP: tl.constexpr,  # query rows that vote together
-    BLOCK_Q: tl.constexpr,  # GROUP, or without VOTE a multiple of it; TRIAL: or twice GROUP, if both have the same first tile
+    BLOCK_Q: tl.constexpr,  # GROUP, or in attention without VOTE a multiple of it
     BLOCK_D: tl.constexpr,  # dimensions of K that are loaded at a time, a power of 2
     CHUNKS_D: tl.constexpr,  # and how often
     BLOCK_DV: tl.constexpr,  # dimensions of V that a program takes
     CHECK_D: tl.constexpr,  # head_dim is no multiple of BLOCK_D
     CHECK_DV: tl.constexpr,
     PRECISION: tl.constexpr,  # of float32 products
-    EARLY: tl.constexpr,  # TRIAL: the next tile of K is sent for while QK^T runs, and the vote is reduced with an axis
-    TMA: tl.constexpr,  # TRIAL: key and value are tensor descriptors with blocks [1, 1, TILE_K, BLOCK_D or BLOCK_DV]
-    HALVES: tl.constexpr,  # TRIAL: 2: V comes in two halves of its dimensions
+    TMA: tl.constexpr,  # the copy engine brings K and V, all dimensions at once: they pass through no registers
+    EARLY: tl.constexpr,  # the next tile of K is sent for while QK^T runs, before the vote
 ):
     blocks = tl.cdiv(q_len, BLOCK_Q)
     block = tl.program_id(0) % blocks
@@ -191,7 +155,6 @@ def attention_kernel(
     if not TMA:
         key += item * key_stride[0] + kv_head * key_stride[1]
         value += item * value_stride[0] + kv_head * value_stride[1] + dim0 * value_stride[3]
-    item32, kv_head32 = item.to(tl.int32), kv_head.to(tl.int32)
     if CHUNKS_D == 1:
         q = load_tile(query, query_stride, row0, q_len, head_dim, BLOCK_Q, BLOCK_D, True, CHECK_D)
     if MASK != "none":
@@ -201,29 +164,24 @@ def attention_kernel(
     first = 0
     if OWN_FIRST:
         middle = (2 * row0 + GROUP).to(tl.int64)
-        first = tl.minimum(middle * kv_len // (2 * q_len.to(tl.int64) * TILE_K), tiles - 1).to(tl.int32)
+        first = tl.minimum(middle * kv_len // (tl.full([], 2 * TILE_K, tl.int64) * q_len), tiles - 1).to(tl.int32)
     if CAUSAL:  # the tiles after these are masked for all rows
         tiles = tl.minimum(tiles, tl.cdiv(tl.minimum(row0 + BLOCK_Q, q_len), TILE_K))
         first = tl.where(first < tiles, first, 0)
 
     m = tl.full([BLOCK_Q], NONE, tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
-    HALF_DV: tl.constexpr = BLOCK_DV // HALVES
-    GROUPS: tl.constexpr = BLOCK_Q // GROUP if VOTE else 1
-    acc = tl.zeros([BLOCK_Q, HALF_DV], tl.float32)
-    if HALVES == 2:
-        acc2 = acc
-    if EARLY:
-        s = tl.zeros([BLOCK_Q, TILE_K], tl.float32)
+    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+    s = tl.zeros([BLOCK_Q, TILE_K], tl.float32)
     visited = 0
-    kept = 0
+    skipped = 0
     end = first + tiles
     for step in range(first, end):
         tile = tl.where(step < tiles, step, step - tiles)
         col0 = tile * TILE_K
         col = col0 + tl.arange(0, TILE_K)
         if TMA:
-            k = key.load([item32, kv_head32, col0, 0]).reshape(TILE_K, BLOCK_D)
+            k = key.load([item.to(tl.int32), kv_head.to(tl.int32), col0, 0]).reshape(TILE_K, BLOCK_D)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         elif CHUNKS_D == 1:
             k = load_tile(key, key_stride, col0, kv_len, head_dim, TILE_K, BLOCK_D, CHECK_KEYS, CHECK_D)
@@ -235,65 +193,57 @@ def attention_kernel(
                 q = load_tile(query + d * query_stride[3], query_stride, row0, q_len, width, BLOCK_Q, BLOCK_D, True, CHECK_D)
                 k = load_tile(key + d * key_stride[3], key_stride, col0, kv_len, width, TILE_K, BLOCK_D, CHECK_KEYS, CHECK_D)
                 s = tl.dot(q, tl.trans(k), s, input_precision=PRECISION)
-        # What stands in an `if` Triton puts at the end of the loop, behind the copies that it makes ahead, and QK^T runs on until there.
-        # This `if` is always taken, which LLVM sees, later. Without it K is sent for after the vote: in skipped tiles, when it is needed.
+        # Triton puts an `if` at the end of the loop's body, behind the copies that it makes ahead, and QK^T runs on until there: so this
+        # one, which always holds, as LLVM sees later. Else K is sent for after the vote: in a skipped tile, just when it is needed.
         if step < end if EARLY else True:
-            x = scores(s, scale, attn_mask, attn_mask_stride[1], col, row, kv_len, SCALE_FIRST, MASK, CHECK_KEYS, CAUSAL)
+            x = s
+            if SCALE_FIRST:
+                x *= scale
+            if MASK == "bool":
+                kept = tl.load(attn_mask + col.to(tl.int64) * attn_mask_stride[1], mask=col < kv_len, other=0)
+                x = tl.where((kept != 0)[None, :], x, NONE)
+            elif MASK == "add":
+                bias = tl.load(attn_mask + col.to(tl.int64) * attn_mask_stride[1], mask=col < kv_len, other=NONE).to(tl.float32)[None, :]
+                x = tl.where(bias == NONE, NONE, x + bias)
+            elif CHECK_KEYS:
+                x = tl.where((col < kv_len)[None, :], x, NONE)
+            if CAUSAL:
+                x = tl.where(col[None, :] <= row[:, None], x, NONE)
             tile_max = tl.where(votes_of_row, tl.reduce(x, 1, max_or_nan), NONE)
             m_new = max_or_nan(m, tile_max)
+
             if TRIALS:
                 gap = tile_gap(tile_max, m_new, unit)
                 would_skip += (tl.where(gap == NONE, 0.0, gap) < log2_trials).to(tl.int32)
             keep = True
-            keeps = votes_of_row  # used where GROUPS is 2
-            if GROUPS == 2:  # how many rows have a key here, and how many object: in a byte each, by group
-                agrees = (tile_max - m_new) * unit < log2_lambda
-                second = row >= row0 + GROUP
-                votes = tl.sum(tl.where(tile_max == NONE, 0, tl.where(agrees, 0x1, 0x101)) << tl.where(second, 16, 0), 0)
-                keep = (votes & 0x7F007F00) != 0
-                keeps = (votes & tl.where(second, 0x7F000000, 0x7F00)) != 0
-                visited += ((votes & 0x7F) != 0).to(tl.int32) + ((votes & 0x7F0000) != 0).to(tl.int32)
-                kept += ((votes & 0x7F00) != 0).to(tl.int32) + ((votes & 0x7F000000) != 0).to(tl.int32)
-            elif VOTE:
+            if VOTE:
                 # 0: no row has a key here; 1: some have, and all agree to skip; 2: a row objects, by being near its maximum or NaN.
                 if TRIALS:
                     verdict = tl.where(gap == NONE, 0, 2)
                 else:
                     agrees = (tile_max - m_new) * unit < log2_lambda
                     verdicts = tl.where(tile_max == NONE, 0, tl.where(agrees, 1, 2))
-                    verdict = tl.max(verdicts, 0) if EARLY else tl.max(verdicts)  # with an axis Triton 3.7 fails on Blackwell
+                    verdict = tl.max(verdicts, 0) if TMA or EARLY else tl.max(verdicts)  # with an axis Triton 3.7 fails on Blackwell
                 visited += (verdict > 0).to(tl.int32)
-                kept += (verdict == 2).to(tl.int32)
+                skipped += (verdict == 1).to(tl.int32)
                 keep = verdict == 2
             if keep:
                 if TMA:
-                    v = value.load([item32, kv_head32, col0, dim0]).reshape(TILE_K, HALF_DV)
+                    v = value.load([item.to(tl.int32), kv_head.to(tl.int32), col0, dim0]).reshape(TILE_K, BLOCK_DV)
                 else:
-                    v = load_tile(value, value_stride, col0, kv_len, value_dim, TILE_K, HALF_DV, CHECK_KEYS, CHECK_DV)
-                p, alpha, l = softmax(x, m, m_new, l, unit, keeps, GROUPS == 2)
-                acc = add_values(acc, p, alpha, v, keeps, GROUPS == 2, PRECISION)
-                if HALVES == 2:
-                    if TMA:
-                        v = value.load([item32, kv_head32, col0, dim0 + HALF_DV]).reshape(TILE_K, HALF_DV)
-                    else:
-                        start, width = value + HALF_DV * value_stride[3], value_dim - HALF_DV
-                        v = load_tile(start, value_stride, col0, kv_len, width, TILE_K, HALF_DV, CHECK_KEYS, CHECK_DV)
-                    acc2 = add_values(acc2, p, alpha, v, keeps, GROUPS == 2, PRECISION)
+                    v = load_tile(value, value_stride, col0, kv_len, value_dim, TILE_K, BLOCK_DV, CHECK_KEYS, CHECK_DV)
+                l, acc = softmax_pv(x, m, m_new, l, acc, v, unit, PRECISION)
                 m = m_new
 
-    if EARLY:  # QK^T runs on only where s has a use after the loop (Triton 3.6 crashes otherwise); that this is none LLVM sees, later
-        if tiles & 1 == 2:
+    if EARLY:  # Triton 3.6 crashes where s has no use after the loop. That this is none LLVM sees later, and Triton never: it knows no bits
+        if tl.program_id(0) & 1 == 2:
             m = tl.max(s, 1)
     no_key = m == NONE
-    dim = tl.arange(0, HALF_DV)
+    result = tl.where(no_key[:, None], 0.0, acc / l[:, None])
+    dim = tl.arange(0, BLOCK_DV)
     out += item * out_stride[0] + head * out_stride[1] + row0.to(tl.int64) * out_stride[2] + dim0 * out_stride[3]
     pointers = out + tl.arange(0, BLOCK_Q)[:, None] * out_stride[2] + dim[None, :] * out_stride[3]
-    result = tl.where(no_key[:, None], 0.0, acc / l[:, None])
     tl.store(pointers, result.to(out.dtype.element_ty), mask=(row < q_len)[:, None] & (dim < value_dim)[None, :])
-    if HALVES == 2:
-        result = tl.where(no_key[:, None], 0.0, acc2 / l[:, None])
-        mask = (row < q_len)[:, None] & (dim < value_dim - HALF_DV)[None, :]
-        tl.store(pointers + HALF_DV * out_stride[3], result.to(out.dtype.element_ty), mask=mask)
     if dim0 == 0:
         of_head = item * heads + head
         if TRIALS:
@@ -303,7 +253,7 @@ def attention_kernel(
             tl.store(lse + of_head * q_len + row, tl.where(no_key, NONE, (m * unit + tl.log2(l)) / LOG2E), mask=row < q_len)
             of_head *= 2
             if VOTE:
-                tl.atomic_add(counts + of_head + 1, visited - kept, sem="relaxed")
+                tl.atomic_add(counts + of_head + 1, skipped, sem="relaxed")
         if not VOTE:
             visited = tiles * tl.cdiv(tl.minimum(BLOCK_Q, q_len - row0), GROUP)
         tl.atomic_add(counts + of_head, visited, sem="relaxed")
