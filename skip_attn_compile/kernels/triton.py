@@ -85,7 +85,7 @@ def measuring(
     elif capability not in LARGE_SHARED_MEMORY:
         chosen = Config(tile_q, 8, 1, 64)
     elif described:
-        chosen = Config(tile_q, 8, 1 if dim > 128 else 3 if dim > 64 else 2, 256 if dim > 128 else 128, tma=True)
+        chosen = Config(tile_q, 8, 3, 128, tma=True) if dim <= 128 else Config(tile_q, 8, 1, 256, tma=True)
     else:
         chosen = Config(tile_q, 8, 2 if dim <= 128 else 1, 128)
     return (Launch(masked, "all", chosen),)

@@ -68,7 +68,6 @@ def check(query: Tensor, key: Tensor, value: Tensor, threshold: float | Tensor, 
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
     [
-        (16, torch.bfloat16),
         (64, torch.bfloat16),
         (128, torch.bfloat16),
         (256, torch.bfloat16),
@@ -84,7 +83,7 @@ def test_shapes(head_dim: int, dtype: torch.dtype, order: str) -> None:
         assert (skipped > 0) == (threshold > 0)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_masks(causal: bool, head_dim: int) -> None:
     query, key, value = exact_inputs(3, 4, 2, 700, 1100, head_dim, torch.bfloat16)
