@@ -15,13 +15,13 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
   using Smem = typename Base::Smem;
   using Scores = typename Base::Scores;
   using Weights = typename Base::Weights;
-  using Base::exp_base, Base::exp_sum, Base::group, Base::lane, Base::out, Base::params, Base::row0, Base::row_votes, Base::skipped, Base::smem, Base::unit;
+  using Base::exp_base, Base::exp_sum, Base::group, Base::kHoldQuery, Base::lane, Base::out, Base::params, Base::row0, Base::row_votes, Base::skipped, Base::smem, Base::unit;
 
   struct Places {
     int tile, tiles, first_cut;  // the tile looked at next, of so many, of which those from `first_cut` on are cut
     uint32_t issue, end;         // position of the next Q K^T, and that after the group's last tile
+    uint32_t value_parity;
     bool key_there = false;      // K of the next Q K^T
-    uint32_t value_parity = 0;
   };
 
   Scores scores[2];
@@ -32,8 +32,8 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
   int voters[2];          // row_votes
   const float threshold;  // ln(lambda), in units of raw scores
 
-  __device__ __forceinline__ AheadConsumer(const Params& params, Smem& smem, int batch, int head, int group, int row0, float log2_threshold)
-      : Base(params, smem, batch, head, group, row0), threshold(log2_threshold / params.scale_log2) {
+  __device__ __forceinline__ AheadConsumer(const Params& params, Smem& smem, const Block& block, int group, float log2_threshold)
+      : Base(params, smem, block, group), threshold(log2_threshold / params.scale_log2) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       running_max[i] = -FLT_MAX;  // not -inf: a row without a key in the tile does not object to it
@@ -136,7 +136,7 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
   // done: V is not there earlier, and the second test costs 60 cycles.
   __device__ __forceinline__ void await_qk_and_value(Places& at, uint32_t late) const {
     const uint32_t value_full = ptx::smem_address(&smem.value_full[group]);
-    if (ptx::mbarrier_test(value_full, at.value_parity + late)) {
+    if (__all_sync(~0u, ptx::mbarrier_test(value_full, at.value_parity + late))) {  // one answer for the warp, which waits as one
       ptx::wgmma_wait<0, 3>();
     } else {
       ptx::mbarrier_wait(value_full, at.value_parity);
@@ -223,14 +223,21 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
   }
 
   __device__ __forceinline__ void run(const Stream& stream) {
-    const bool has_rows = row0 < params.q_len && stream.tiles > 0;
-    const uint32_t begin = stream.begin(group), end = has_rows ? begin + stream.tiles : begin;
-    for (uint32_t position = 0; position < begin; ++position) pass_tile(position);
-    if (row0 < params.q_len) ptx::mbarrier_wait(ptx::smem_address(&smem.query_full[group]), 0);  // without keys too: the output leaves from there
-    if (has_rows) {
+    auto& progress = this->progress();
+    const bool has_rows = row0 < params.q_len;
+    const uint32_t stream_begin = progress.tiles, stream_end = stream_begin + stream.length;
+    const uint32_t begin = stream_begin + stream.begin(group), end = has_rows ? begin + stream.tiles : begin;
+    __syncwarp();
+    progress.tiles = stream_end;
+    for (uint32_t position = stream_begin; position < begin; ++position) pass_tile(position);
+    this->await_query();
+    if (begin < end) {
       const int whole = params.is_causal ? min(params.kv_len, row0 + 1) : params.kv_len;
-      Places at{stream.tile(begin), stream.tiles, whole / kTileKeys, begin, end};
-      if constexpr (Base::kHoldQuery) this->load_query();
+      Places at{stream.tile(stream.begin(group)), stream.tiles, whole / kTileKeys, begin, end, progress.value_parities};
+      if constexpr (kHoldQuery) {
+        this->load_query();
+        this->release_query();
+      }
       issue_qk<0>(at, next_operands(at));
       issue_qk<1>(at, next_operands(at));
       ptx::wgmma_wait<1>();
@@ -252,20 +259,33 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
           }
         }
       }
+      if constexpr (!kHoldQuery) this->release_query();  // inside `finish`, beside P V, it costs registers that serialise all products
+      progress.value_parities = at.value_parity;
       this->visited = stream.tiles;
+    } else {
+      this->release_query();
     }
-    for (uint32_t position = end; position < stream.length; ++position) pass_tile(position);
-    if (row0 < params.q_len) this->store_output();
+    for (uint32_t position = end; position < stream_end; ++position) pass_tile(position);
+    this->store_output();
   }
 };
 
 // One warp for each group: takes part in its votes, and loads V of the tiles that it keeps. P V of the tile before is over by then.
 template <typename Smem>
-__device__ __forceinline__ void load_kept_values(const Params& params, Smem& smem, const Stream& stream, int batch, int kv_head, int group) {
-  int tile = stream.tile(stream.begin(group));
-  for (int n = 0; n < stream.tiles; ++n, tile = tile + 1 == stream.tiles ? 0 : tile + 1) {
-    const bool skips = ptx::barrier_all(kVote + group, kVoters, true);
-    if (!skips && threadIdx.x % 32 == 0) load_tile(smem.value[group], &params.value_map, smem.value_full[group], tile, kv_head, batch);
-    __syncwarp();
+__device__ __forceinline__ void load_kept_values(const Params& params, Smem& smem, bool own_first, int group) {
+  uint32_t blocks = 0;
+  for (int index; (index = receive_block(smem, blocks)) >= 0; ++blocks) {
+    const Block block(params, index);
+    const Stream stream(params, block.row0, own_first, Smem::kLoop == Loop::kAhead);
+    int tile = stream.tile(stream.begin(group));
+#pragma unroll 1
+    for (int n = block.row0 + group * kGroupRows < params.q_len ? 0 : stream.tiles; n < stream.tiles; ++n, tile = tile + 1 == stream.tiles ? 0 : tile + 1) {
+      const bool skips = ptx::barrier_all(kVote + group, kVoters, true);
+      if (!skips && threadIdx.x % 32 == 0) {
+        load_tile(smem.value[group], &params.value_map, smem.value_full[group], tile, block);
+      }
+      __syncwarp();
+    }
+    release_block(smem, blocks);
   }
 }

@@ -24,6 +24,12 @@ void check_cuda(cudaError_t error, const char* what) {
   if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << what << ": " << cudaGetErrorString(error);
 }
 
+int multiprocessors(int device) {
+  int count = 0;
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  return count;
+}
+
 // Makes `device` current for the life of the object.
 class DeviceGuard {
  public:
@@ -153,6 +159,7 @@ void run(Params params, TensorView query, TensorView key, TensorView value, Opti
   params.q_len = static_cast<int>(q_len);
   params.kv_len = static_cast<int>(kv_len);
   params.tiles = static_cast<int>((kv_len + kTileKeys - 1) / kTileKeys);
+  params.tiles_per_half_row = static_cast<double>(kv_len) / (2. * static_cast<double>(q_len) * kTileKeys);
   params.is_causal = is_causal;
   params.own_first = own_first;
   params.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
@@ -168,10 +175,14 @@ void run(Params params, TensorView query, TensorView key, TensorView value, Opti
   params.cluster = !masked && !measures && !is_causal && (q_blocks % 2 == 0 || q_blocks > 16) ? 2 : 1;
   params.q_blocks = static_cast<int>((q_blocks + params.cluster - 1) / params.cluster * params.cluster);
   const int64_t blocks = batch * heads * params.q_blocks;
-  REQUIRE(blocks <= std::numeric_limits<int>::max(), "batch * heads * ceil(rows / 128) must be below 2^31, got " << blocks);
+  REQUIRE(blocks <= std::numeric_limits<int>::max() - (1 << 16), "batch * heads * ceil(rows / 128) must be below 2^31 - 2^16, got " << blocks);
+  params.blocks = static_cast<int>(blocks);
+  const int places = multiprocessors(device) / params.cluster * params.cluster;
+  params.all_draws = params.blocks + places;
+  params.shares_blocks = !masked && !measures && !is_causal && params.threshold_stride == 0 && blocks > places && kv_len > 0;
   const auto launch_typed = half ? (head_dim == 128 ? launch<ElementType::kFloat16, 128> : launch<ElementType::kFloat16, 64>)
                                  : (head_dim == 128 ? launch<ElementType::kBFloat16, 128> : launch<ElementType::kBFloat16, 64>);
-  check_cuda(launch_typed(params, masked, measures, static_cast<unsigned>(blocks), device, stream), "launching the attention kernel");
+  check_cuda(launch_typed(params, masked, measures, static_cast<unsigned>(params.shares_blocks ? places : params.blocks), device, stream), "launching the attention kernel");
 }
 
 // As above, with threshold float32 [] or [B], and lse float32 [B,Hq,Sq], contiguous, written too.

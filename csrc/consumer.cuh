@@ -4,6 +4,7 @@
 #include <cfloat>
 #include <type_traits>
 
+#include "blocks.cuh"
 #include "plan.cuh"
 #include "ptx.cuh"
 #include "stream.cuh"
@@ -21,7 +22,7 @@ struct Consumer {
 
   const Params& params;
   Smem& smem;
-  const int batch, head, group, thread, row0;
+  const int row0, group, thread;
   int lane;
 
   using Scores = float[kTileKeys / 2];      // a thread's share of the scores of a tile
@@ -41,8 +42,8 @@ struct Consumer {
   float unit;                       // from raw scores to log2 units
   int visited = 0, skipped = 0;
 
-  __device__ __forceinline__ Consumer(const Params& params, Smem& smem, int batch, int head, int group, int row0)
-      : params(params), smem(smem), batch(batch), head(head), group(group), thread(threadIdx.x % kWarpgroup), row0(row0) {
+  __device__ __forceinline__ Consumer(const Params& params, Smem& smem, const Block& block, int group)
+      : params(params), smem(smem), row0(block.row0 + group * kGroupRows), group(group), thread(threadIdx.x % kWarpgroup) {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) out[i] = 0.f;
     unit = kMasked ? 1.f : params.scale_log2;
@@ -54,12 +55,21 @@ struct Consumer {
       exp_sum[i] = 0.f;
       row_votes[i] = row(i) < params.q_len;
       if (kMasked && row_votes[i] && params.query_mask != nullptr) {
-        row_votes[i] = params.query_mask[batch * params.query_mask_stride_batch + row(i) * params.query_mask_stride_row] != 0;
+        row_votes[i] = params.query_mask[block.batch * params.query_mask_stride_batch + row(i) * params.query_mask_stride_row] != 0;
       }
     }
   }
 
   __device__ __forceinline__ int row(int i) const { return row0 + (thread / 32) * 16 + (thread % 32) / 4 + 8 * i; }
+
+  __device__ __forceinline__ auto& progress() const { return smem.progress[threadIdx.x / 32 - kWarpgroup / 32]; }
+  // Once more, after the loop: no register holds it meanwhile.
+  __device__ __forceinline__ Block block() const { return Block(params, read_block(smem, progress().blocks)); }
+  __device__ __forceinline__ void await_query() const { ptx::mbarrier_wait(ptx::smem_address(&smem.query_full[group]), progress().blocks % 2); }
+  // Of a warp that reads the buffer no more.
+  __device__ __forceinline__ void release_query() const {
+    if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(&smem.query_empty[group]));
+  }
 
   // ---- Q from shared memory to registers, as wgmma takes its A operand: a third less shared-memory traffic in Q K^T ----
   __device__ __forceinline__ void load_query() {
@@ -155,7 +165,7 @@ struct Consumer {
     }
   }
 
-  // ---- the same of row i, as integers: the largest; or the smallest, which is the largest of negative floats ----
+  // ---- the same of row i, as integers: the largest; or the smallest, which is the largest of negative floats. wgmma writes NaN as 0x7FFFFFFF, above all ----
   template <bool kLargest>
   __device__ __forceinline__ int own_extreme(const Scores& scores, int i) const {
     const auto pick = [](int a, int b, int c) { return kLargest ? __vimax3_s32(a, b, c) : __vimin3_s32(a, b, c); };
@@ -210,10 +220,13 @@ struct Consumer {
   // ---- out / sum, through the group's own part of shared memory so that global stores are 16 bytes a thread and whole rows ----
   template <bool kMeasures = false>
   __device__ __forceinline__ void store_output() {
+    const Block block = this->block();
+    const int row0 = block.row0 + group * kGroupRows;
+    if (row0 >= params.q_len) return;
     constexpr int kChunks = kHeadDim / 8;  // of 16 bytes a row; swizzled by the row, or eight rows would meet in the same banks
-    char* staged = reinterpret_cast<char*>(smem.query(group));
-    ptx::barrier_sync(kVote + group, kWarpgroup);  // no warp's product reads that memory any more
-    float* lse = params.lse + (int64_t{batch} * params.heads + head) * params.q_len;
+    char* staged = static_cast<char*>(smem.output(group));
+    ptx::barrier_sync(kStore + group, kWarpgroup);  // no warp's product reads that memory any more
+    float* lse = kMeasures ? nullptr : params.lse + (int64_t{block.batch} * params.heads + block.head) * params.q_len;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float sum = exp_sum[i];
@@ -229,8 +242,8 @@ struct Consumer {
       }
       if (!kMeasures && thread % 4 == 0 && row(i) < params.q_len) lse[row(i)] = zero ? -kInfinity : exp_base[i] * kLn2 + logf(sum);
     }
-    ptx::barrier_sync(kVote + group, kWarpgroup);
-    Element* target = static_cast<Element*>(params.out) + batch * params.out_stride_batch + head * params.out_stride_head;
+    ptx::barrier_sync(kStore + group, kWarpgroup);
+    Element* target = static_cast<Element*>(params.out) + block.batch * params.out_stride_batch + block.head * params.out_stride_head;
     for (int chunk = thread; chunk < kGroupRows * kChunks; chunk += kWarpgroup) {
       const int local = chunk / kChunks, j = chunk % kChunks;
       if (row0 + local < params.q_len) {
@@ -238,9 +251,10 @@ struct Consumer {
             *reinterpret_cast<const uint4*>(staged + (local * kChunks + (j ^ (local & 7))) * 16);
       }
     }
+    if constexpr (kLoop != Loop::kMasked) ptx::fence_copies();  // V or Q of the next block comes to the same place
     if (!kMeasures && thread == 0) {
-      int32_t* counts = params.counts + 2 * (int64_t{batch} * params.heads + head);
-      atomicAdd(counts, visited);
+      int32_t* counts = params.counts + 2 * (int64_t{block.batch} * params.heads + block.head);
+      if (!params.shares_blocks || counts != params.counts) atomicAdd(counts, visited);  // see blocks.cuh
       if (skipped > 0) atomicAdd(counts + 1, skipped);
     }
   }

@@ -11,10 +11,10 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
   using Base::exp_base, Base::exp_sum, Base::group, Base::lane, Base::out, Base::params, Base::row0, Base::smem, Base::unit;
 
   struct Places {
-    RingPlace<Smem::kKeyStages> key;  // of this tile
-    bool key_there = false;
-    int tile;
+    RingPlace<Smem::kKeyStages> key;      // of this tile
     RingPlace<Smem::kValueStages> value;  // of the tile before, whose P V is due
+    int tile;
+    bool key_there = false;
   };
 
   typename Base::Scores scores;
@@ -24,8 +24,8 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
   int partner_lane;           // the lane that releases to the other CTA of the cluster; 32: no lane
   uint32_t partner_distance;  // from an address of this CTA to the same place in the other
 
-  __device__ __forceinline__ DenseConsumer(const Params& params, Smem& smem, int batch, int head, int group, int row0)
-      : Base(params, smem, batch, head, group, row0), tally(params, smem, group == 0 && row0 + kGroupRows >= params.q_len) {
+  __device__ __forceinline__ DenseConsumer(const Params& params, Smem& smem, const Block& block, int group, float)
+      : Base(params, smem, block, group), tally(params, smem, group == 0 && row0 + kGroupRows >= params.q_len) {
     partner_lane = params.cluster > 1 ? 1 : 32;
     const uint32_t here = ptx::smem_address(&smem);  // holds the CTA's rank too
     partner_distance = params.cluster > 1 ? ptx::map_to_rank(here, ptx::cluster_rank() ^ 1) - here : 0;
@@ -71,11 +71,11 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
   __device__ __forceinline__ void step(Places& at, int tiles) {
     const int tile = at.tile;
     bool value_there = false;
-    if constexpr (kPending) value_there = ptx::mbarrier_test(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity);
-    if (!at.key_there) ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity);
+    if constexpr (kPending) value_there = ptx::mbarrier_test(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity());
+    if (!at.key_there) ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity());
     this->qk_gemm(scores, at.key.stage);
     if constexpr (kPending) {
-      if (!value_there) ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity);
+      if (!value_there) ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity());
       this->pv_gemm(weights, this->value_operand(at.value.stage));
     }
     // While the products run: all that would otherwise stand between them and the next ones.
@@ -84,8 +84,8 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
     at.key.advance();
     if constexpr (kPending) at.value.advance();
     at.tile = tile + 1 == tiles ? 0 : tile + 1;
-    asm volatile("" : "+r"(key_empty), "+r"(value_empty), "+r"(cut), "+r"(at.key.stage), "+r"(at.key.parity), "+r"(at.tile));
-    at.key_there = ptx::mbarrier_test(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity);
+    asm volatile("" : "+r"(key_empty), "+r"(value_empty), "+r"(cut), "+r"(at.key.stage), "+r"(at.key.parities), "+r"(at.tile));
+    at.key_there = ptx::mbarrier_test(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity());
     ptx::wgmma_wait<kPending ? 1 : 0>();
     ptx::pin(scores);
     release(key_empty);
@@ -114,36 +114,43 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
   }
 
   __device__ __forceinline__ void run(const Stream& stream) {
+    auto& progress = this->progress();
     const bool has_rows = row0 < params.q_len;
-    if (has_rows) {
-      ptx::mbarrier_wait(ptx::smem_address(&smem.query_full[group]), 0);
-      this->load_query();
+    this->await_query();
+    if (has_rows) this->load_query();
+    if constexpr (Smem::kQueryInRing) {
+      release(ptx::smem_address(&smem.query_free));
+    } else {
+      this->release_query();
     }
-    release(ptx::smem_address(&smem.query_free));
-    Places at;
-    at.tile = stream.start;
+    Places at{{0, progress.key_parities}, {0, progress.value_parities}, stream.start};
     if (!has_rows) {
       for (int n = 0; n < stream.tiles; ++n, at.key.advance(), at.value.advance()) pass_tile(at);
     } else if (stream.tiles > 0) {
       step<false>(at, stream.tiles);
       for (int left = stream.tiles - 1; left > 0; --left) step<true>(at, stream.tiles);
-      ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity);
+      ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity());
       this->pv_gemm(weights, this->value_operand(at.value.stage));
       await_pv<0>(ptx::smem_address(&smem.value_empty[at.value.stage]));
+      at.value.advance();
       this->visited = stream.tiles;
     }
-    ptx::barrier_sync(kDone, kGroups * kWarpgroup);  // the output leaves through a buffer of the ring
-    if (has_rows) {
-      this->template store_output<kMeasures>();
-      tally.store(params, this->batch, this->head);
+    progress.key_parities = at.key.parities;
+    progress.value_parities = at.value.parities;
+    if constexpr (Smem::kQueryInRing) ptx::barrier_sync(kDone, kGroups * kWarpgroup);  // the output leaves through a buffer of the ring
+    this->template store_output<kMeasures>();
+    if (has_rows) tally.store(params, this->block());
+    if constexpr (Smem::kQueryInRing) {
+      __syncwarp();
+      this->release_query();
     }
   }
 
   // ---- a group past the last row hands the buffers on ----
   __device__ __forceinline__ void pass_tile(const Places& at) const {
-    ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity);
+    ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity());
     release(ptx::smem_address(&smem.key_empty[at.key.stage]));
-    ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity);
+    ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity());
     release(ptx::smem_address(&smem.value_empty[at.value.stage]));
   }
 };

@@ -10,7 +10,7 @@ template <typename Element, int kHeadDim, bool kMeasures>
 struct MaskedConsumer : Consumer<Element, kHeadDim, Loop::kMasked> {
   using Base = Consumer<Element, kHeadDim, Loop::kMasked>;
   using Smem = typename Base::Smem;
-  using Base::batch, Base::exp_base, Base::exp_sum, Base::group, Base::lane, Base::out, Base::params, Base::row0, Base::row_votes,
+  using Base::exp_base, Base::exp_sum, Base::group, Base::lane, Base::out, Base::params, Base::row0, Base::row_votes,
       Base::skipped, Base::smem, Base::thread, Base::visited;
 
   // Where a group is in the stream: the buffers of this tile's K and V, and of the V that is due next.
@@ -23,13 +23,14 @@ struct MaskedConsumer : Consumer<Element, kHeadDim, Loop::kMasked> {
   typename Base::Scores scores;
   typename Base::Weights weights;
   std::conditional_t<kMeasures, Tally<Smem>, NoTally> tally;
-  const bool take_turns;
+  bool take_turns;
+  const int batch;
   const float log2_threshold;
   float running_max[2] = {-kInfinity, -kInfinity};  // of the tiles kept; log2 units
   bool rescales = false;                            // uniform over the warp: some base rose in this tile
 
-  __device__ __forceinline__ MaskedConsumer(const Params& params, Smem& smem, int batch, int head, int group, int row0, bool take_turns, float log2_threshold)
-      : Base(params, smem, batch, head, group, row0), tally(params, smem, group == 0 && row0 + kGroupRows >= params.q_len), take_turns(take_turns), log2_threshold(log2_threshold) {}
+  __device__ __forceinline__ MaskedConsumer(const Params& params, Smem& smem, const Block& block, int group, float log2_threshold)
+      : Base(params, smem, block, group), tally(params, smem, group == 0 && row0 + kGroupRows >= params.q_len), batch(block.batch), log2_threshold(log2_threshold) {}
 
   // ---- this tile's key mask, one key a thread, to shared memory ----
   __device__ __forceinline__ void stage_key_bias(int tile) {
@@ -93,7 +94,7 @@ struct MaskedConsumer : Consumer<Element, kHeadDim, Loop::kMasked> {
   }
 
   __device__ __forceinline__ void issue_due_pv(const Places& at) {
-    ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.due.stage]), at.due.parity);
+    ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.due.stage]), at.due.parity());
     this->pv_gemm(weights, this->value_operand(at.due.stage));
   }
   __device__ __forceinline__ void await_due_pv(const Places& at) {
@@ -109,7 +110,7 @@ struct MaskedConsumer : Consumer<Element, kHeadDim, Loop::kMasked> {
   __device__ __forceinline__ bool step(Places& at, int tiles, bool owes_value) {
     const int tile = at.tile;
     stage_key_bias(tile);
-    ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity);
+    ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity());
     if constexpr (!kPending) {
       if (owes_value) release(smem.value_empty[at.due.stage]);
     }
@@ -121,7 +122,7 @@ struct MaskedConsumer : Consumer<Element, kHeadDim, Loop::kMasked> {
     at.next_key = at.key;
     at.next_key.advance();
     at.next_tile = at.tile + 1 == tiles ? 0 : at.tile + 1;
-    asm volatile("" : "+r"(at.next_key.stage), "+r"(at.next_key.parity), "+r"(at.next_tile));
+    asm volatile("" : "+r"(at.next_key.stage), "+r"(at.next_key.parities), "+r"(at.next_tile));
     ptx::wgmma_wait<kPending ? 1 : 0>();
     ptx::pin(scores);
     release(smem.key_empty[at.key.stage]);
@@ -146,7 +147,7 @@ struct MaskedConsumer : Consumer<Element, kHeadDim, Loop::kMasked> {
 
   // ---- a tile of the other group alone: hand its buffers on ----
   __device__ __forceinline__ void pass_tile(const Places& at, bool owes_value) {
-    ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity);
+    ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity());
     release(smem.key_empty[at.key.stage]);
     if (owes_value) release(smem.value_empty[at.due.stage]);
   }
@@ -154,9 +155,8 @@ struct MaskedConsumer : Consumer<Element, kHeadDim, Loop::kMasked> {
   __device__ __forceinline__ void run(const Stream& stream) {
     const bool has_rows = row0 < params.q_len;
     const int begin = stream.begin(group), end = has_rows ? begin + stream.tiles : begin;
-    if (has_rows) {
-      ptx::mbarrier_wait(ptx::smem_address(&smem.query_full[group]), 0);
-    }
+    take_turns = stream.offset1 == 0 && row0 - group * kGroupRows + kGroupRows < params.q_len && stream.tiles > 0;
+    this->await_query();
     if (take_turns && group == 1) ptx::barrier_arrive(kTurn + 0, kGroups * kWarpgroup);
 
     Places at;
@@ -183,9 +183,7 @@ struct MaskedConsumer : Consumer<Element, kHeadDim, Loop::kMasked> {
     }
     for (; position < stream.length; ++position, at.key.advance(), advance_value()) pass_tile(at, owes_value);
     if (take_turns && group == 0) ptx::barrier_sync(kTurn + 0, kGroups * kWarpgroup);  // takes the turn that nobody waits for
-    if (has_rows) {
-      this->template store_output<kMeasures>();
-      tally.store(params, batch, this->head);
-    }
+    this->template store_output<kMeasures>();
+    if (has_rows) tally.store(params, this->block());
   }
 };

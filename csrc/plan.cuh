@@ -14,6 +14,7 @@ constexpr int kWarpgroup = 128;      // threads
 constexpr int kThreads = kWarpgroup * (1 + kGroups);  // one producer warpgroup, then the consumers
 constexpr int kConsumerWarps = 4 * kGroups;
 constexpr int kMostTrials = 32;       // lambdas of a measurement: a lane each
+constexpr uint32_t kNoTally = ~0u;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512 of the SM's 65536
 
@@ -21,7 +22,7 @@ constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512 of the 
 __host__ __device__ constexpr int copy_keys(int panels) { return kTileKeys * panels / 2; }
 
 // Named barriers (0 is __syncthreads). Each consumer warpgroup has its own of each kind: id + group.
-enum NamedBarrier : int { kVote = 1, kTurn = 3, kDone = 5, kTally = 6 };
+enum NamedBarrier : int { kVote = 1, kTurn = 3, kDone = 5, kTally = 6, kStore = 8 };
 
 // The loop that a consumer runs: without votes (lambda = 0), with votes and Q K^T one tile ahead, or with votes and masks.
 enum class Loop { kDense, kAhead, kMasked };
@@ -31,37 +32,56 @@ enum class Loop { kDense, kAhead, kMasked };
 // `value` is a ring that both groups share. Not so in the ahead loop: there each group has one buffer of its own and loads V of the tiles
 // that it keeps, after its vote, so a skipped tile costs no copy.
 //
-// `query` lives in registers in the dense loop, and arrives through `value[2 + group]`; the output leaves the same way. The others have
+// Q lives in registers in the dense loop, and at D = 128 arrives through `value[2 + group]`; the output leaves the same way. The others have
 // too few registers for it (ahead: at D = 128). D = 128, in 32 KB of the SM's 227: dense 3 of K + 4 of V, ahead 1 of Q + 4 of K + 2 of V, masked 1 + 3 + 3.
 template <typename Element_, int kHeadDim, Loop kLoop_>
 struct __align__(1024) SharedMemory {
   using Element = Element_;
   static constexpr Loop kLoop = kLoop_;
-  static constexpr bool kQueryInRing = kLoop == Loop::kDense;
+  static constexpr bool kQueryInRing = kLoop == Loop::kDense && kHeadDim == 128;
   static constexpr int kPanels = kHeadDim / kPanel;
   static constexpr int kKeyStages = kHeadDim == 128 ? (kLoop == Loop::kAhead ? 4 : 3) : (kLoop == Loop::kAhead ? 8 : 4);
   static constexpr int kValueStages = kLoop == Loop::kDense ? 2 * kGroups : kLoop == Loop::kAhead ? kGroups : 3;
+  static constexpr int kValueWarps = kLoop == Loop::kDense ? 1 : kLoop == Loop::kAhead ? kGroups : 0;  // of the producer, that load V alone
   using Query = Element[kPanels][kGroupRows][kPanel];
   using Tile = Element[kPanels][kTileKeys][kPanel];
 
   Tile key[kKeyStages];
   Tile value[kValueStages];
   Query own_query[kQueryInRing ? 0 : kGroups];
+  Query own_output[kLoop == Loop::kDense && !kQueryInRing ? kGroups : 0];
   uint64_t query_full[kGroups];
-  uint64_t query_free;                       // both groups hold their query in registers
+  uint64_t query_empty[kGroups];             // the next block's may come
+  uint64_t query_free;                       // in the ring: both groups hold their query in registers
   uint64_t key_full[kKeyStages];
   uint64_t key_empty[kKeyStages];
   uint64_t value_full[kValueStages];
   uint64_t value_empty[kValueStages];
+  uint64_t block_full[2], block_empty[2], peer_block_full[2];  // see blocks.cuh
+  int block[2], peer_block[2];
+  struct {                                   // over the blocks before, of each consumer warp: here, since the loops have no register to spare
+    uint32_t blocks, tiles, key_parities, value_parities;
+  } progress[kConsumerWarps];
   alignas(16) float key_bias[kLoop == Loop::kMasked ? kGroups : 0][kTileKeys];  // what to add to a key's scores, log2 units; -inf masks
 
   uint32_t nearest[2][kConsumerWarps];       // see tally.cuh
+  uint32_t nearest_of_first[8];              // more tiles than a group can be ahead of the other
 
   __device__ __forceinline__ Query& query(int group) {
     if constexpr (kQueryInRing) {
       return reinterpret_cast<Query&>(value[kGroups + group]);
     } else {
       return own_query[group];
+    }
+  }
+  // Where the output passes through: free once the group's last product is done.
+  __device__ __forceinline__ void* output(int group) {
+    if constexpr (kLoop == Loop::kDense && !kQueryInRing) {
+      return own_output[group];
+    } else if constexpr (kLoop == Loop::kAhead) {
+      return value[group];
+    } else {
+      return query(group);
     }
   }
 };
@@ -85,8 +105,12 @@ struct Params {
   int64_t query_mask_stride_batch, query_mask_stride_row;
   int heads, heads_per_kv_head;
   int q_len, kv_len;
-  int q_blocks;                               // ceil(Sq / kBlockRows)
+  int q_blocks;                               // ceil(Sq / kBlockRows), rounded up to whole clusters
+  int blocks;                                 // of all heads
+  int all_draws;                              // blocks and CTAs: each CTA also draws one that is not there
+  bool shares_blocks;                         // the CTAs take blocks one after the other, counting them in counts[0]; else each has its own
   int tiles;                                  // ceil(Skv / kTileKeys)
+  double tiles_per_half_row;                  // Skv / (2 * Sq * kTileKeys)
   int cluster;                                // CTAs of a cluster: 1, or 2, which then are neighbours in one head (q_blocks is even)
   bool is_causal, own_first;
   float scale_log2;                           // scale * log2(e)

@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace ptx {
 
@@ -26,6 +27,10 @@ __device__ __forceinline__ void mbarrier_arrive_expect_bytes(uint32_t barrier, u
 // The same on a barrier of any CTA of the cluster; `barrier` is an address of its window.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Four bytes to a CTA of the cluster, which count on its barrier; addresses of its window.
+__device__ __forceinline__ void store_async(uint32_t target, uint32_t value, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(target), "r"(value), "r"(barrier) : "memory");
 }
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
@@ -86,6 +91,9 @@ __device__ __forceinline__ bool barrier_all(int id, int threads, bool mine) {
 __device__ __forceinline__ bool barrier_any(int id, int threads, bool mine) { return !barrier_all(id, threads, !mine); }
 
 // ---- copies ----
+
+// What this thread read and wrote in shared memory before comes before what the copy engine writes there, once it is told to.
+__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cluster;" ::: "memory"); }
 
 // Load a box of a rank-4 tensor map into shared memory; elements outside the tensor arrive as zeros. Coordinates innermost first.
 __device__ __forceinline__ void tma_load(uint32_t target_smem, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3) {

@@ -98,6 +98,12 @@ SHAPES = [  # B, Hq, Hkv, Sq, Skv
     (1, 2, 1, 130, 1),
     (3, 1, 1, 65, 129),
     (1, 2, 2, 2200, 300),  # an odd number of 128-row blocks: one CTA of a cluster has no rows
+    # More blocks than the GPU has multiprocessors: a CTA takes several, one after the other.
+    (2, 90, 9, 300, 500),
+    (1, 70, 7, 512, 260),
+    (1, 9, 3, 2200, 300),
+    (1, 150, 150, 100, 1),
+    (2, 100, 50, 40, 300),
 ]
 
 

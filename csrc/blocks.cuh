@@ -1,0 +1,86 @@
+// Which blocks of query rows a CTA works on. With more blocks than SMs, a CTA takes whichever is next when it has loaded all of the one before:
+// the next Q and K then come while the consumers finish, and heads that skip much make room for others. Else each CTA has its own.
+#pragma once
+
+#include "plan.cuh"
+#include "ptx.cuh"
+
+// 128 query rows of one head.
+struct Block {
+  int batch, head, kv_head, row0;
+
+  __device__ __forceinline__ Block(const Params& params, int index) {
+    int q_blocks = params.q_blocks, heads = params.heads, heads_per_kv_head = params.heads_per_kv_head;
+    asm volatile("" : "+r"(q_blocks), "+r"(heads), "+r"(heads_per_kv_head));  // or their reciprocals are kept, in registers that the producer does not have
+    const int of_head = index % q_blocks, batch_head = index / q_blocks;
+    batch = batch_head / heads;
+    head = batch_head % heads;
+    kv_head = head / heads_per_kv_head;
+    row0 = (params.is_causal ? q_blocks - 1 - of_head : of_head) * kBlockRows;  // causal: the longest first
+  }
+};
+
+// For a whole warp: in its registers, so is all that follows from it.
+template <typename Smem>
+__device__ __forceinline__ int read_block(const Smem& smem, uint32_t n) {
+  return static_cast<int>(ptx::uniform(*const_cast<const volatile int*>(&smem.block[n % 2])));
+}
+
+// One warp's: takes blocks, and tells the CTA. CTAs of a cluster that share copies take neighbours.
+template <typename Smem>
+struct BlockSource {
+  const Params& params;
+  Smem& smem;
+  const int sharers;
+  uint32_t taken = 0;
+
+  // The next block, or -1.
+  __device__ __forceinline__ int next() {
+    if (threadIdx.x % 32 == 0) {
+      const int block = take();
+      const uint32_t slot = taken % 2, turn = taken / 2 % 2;
+      ptx::mbarrier_wait(ptx::smem_address(&smem.block_empty[slot]), turn ^ 1);
+      smem.block[slot] = block;
+      ptx::mbarrier_arrive(ptx::smem_address(&smem.block_full[slot]));
+    }
+    __syncwarp();
+    return read_block(smem, taken++);
+  }
+
+ private:
+  __device__ __forceinline__ int take() {
+    if (!params.shares_blocks) return taken == 0 ? static_cast<int>(blockIdx.x) : -1;
+    const uint32_t slot = taken % 2, turn = taken / 2 % 2;
+    const uint32_t peer_block = ptx::smem_address(&smem.peer_block[slot]), peer_full = ptx::smem_address(&smem.peer_block_full[slot]);
+    if (sharers == 1 || ptx::cluster_rank() == 0) {
+      const int block = draw();
+      if (sharers > 1) ptx::store_async(ptx::map_to_rank(peer_block, 1), block, ptx::map_to_rank(peer_full, 1));  // it has read the last: it handed on all of its K
+      return block;
+    }
+    ptx::mbarrier_arrive_expect_bytes(peer_full, sizeof(int));
+    ptx::mbarrier_wait(peer_full, turn);
+    const int block = *const_cast<volatile int*>(&smem.peer_block[slot]);
+    return block < 0 ? block : block + 1;
+  }
+
+  // Counted where the tiles visited of the first head belong. Each of those that draw stops at its first -1, so the last draw is known, and
+  // puts there what belongs there.
+  __device__ __forceinline__ int draw() const {
+    const int block = atomicAdd(params.counts, sharers);
+    if (block + sharers == params.all_draws) *params.counts = (params.q_len + kGroupRows - 1) / kGroupRows * params.tiles;
+    return block < params.blocks ? block : -1;
+  }
+};
+
+// The CTA's nth block, or -1. For a whole warp: each of the consumers, and those that load V alone. It stays readable until released.
+template <typename Smem>
+__device__ __forceinline__ int receive_block(Smem& smem, uint32_t n) {
+  const uint32_t slot = n % 2;
+  ptx::mbarrier_wait(ptx::smem_address(&smem.block_full[slot]), n / 2 % 2);
+  return read_block(smem, n);
+}
+template <typename Smem>
+__device__ __forceinline__ void release_block(Smem& smem, uint32_t n) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::smem_address(&smem.block_empty[n % 2]));
+}
