@@ -27,10 +27,11 @@ from skip_attn_compile.results import empty_results
 SHAPES = ((24, 8192, 128), (24, 32768, 128), (24, 8192, 64), (24, 32768, 64))
 TILES = (((64, 128), ORDER), ((128, 128), "ascending"))
 CANDIDATES = tuple(
-    Launch(vote, "all", Config(block_q, warps, stages, 128))
-    for block_q, warps in ((64, 4), (128, 8))
+    Launch(vote, "all", Config(block_q, warps, stages, 128, tma, early=vote and block_q == 64))
+    for block_q, warps in ((64, 4), (128, 4), (128, 8))
     for vote in (False, True)
     for stages in (1, 2, 3)
+    for tma in (False, True)
 )
 
 
@@ -81,7 +82,8 @@ def sweep(shape: Measured, rounds: int) -> None:
     for tile, order in TILES:
         for launch in CANDIDATES:
             if launch.config.block_q == tile[0]:
-                triton.measuring = lambda *_, launch=launch: launch
+                triton.measuring = lambda *_, launch=launch: (launch,)
+                triton.plans.clear()
                 try:
                     (times,) = time_in_turn([shape.measurement(triton.IMPLEMENTATION, tile, order)], rounds, 0.0)
                     result = f"{statistics.median(times):.3f} ms"
@@ -89,6 +91,7 @@ def sweep(shape: Measured, rounds: int) -> None:
                     result = str(error).splitlines()[0]
                 finally:
                     triton.measuring = table
+                    triton.plans.clear()
                 print(f"  {tile[0]} x {tile[1]} {order}, vote {launch.vote}, {launch.config}: {result}", flush=True)
 
 

@@ -25,8 +25,18 @@ from skip_attn_compile.kernels import triton
 from skip_attn_compile.kernels.triton import Config
 
 SHAPES = ((24, 8192, 128), (24, 16384, 128), (24, 8192, 64), (24, 16384, 64))
-VOTING = (Config(64, 4, 1, 128), Config(64, 4, 2, 128), Config(64, 4, 3, 128), Config(64, 8, 2, 128))
-DENSE = (Config(64, 4, 1, 128), Config(64, 4, 2, 128), Config(128, 8, 1, 128), Config(128, 8, 2, 128), Config(128, 8, 3, 128))
+VOTING = tuple(
+    Config(64, warps, stages, 128, tma, early)
+    for warps, stages in ((4, 1), (4, 2), (4, 3), (8, 2))
+    for tma in (False, True)
+    for early in (False, True)
+)
+DENSE = tuple(
+    Config(block_q, warps, stages, 128, tma)
+    for block_q, warps in ((64, 4), (128, 4), (128, 8))
+    for stages in (1, 2, 3)
+    for tma in (False, True)
+)
 
 
 class TritonShape(Shape):
@@ -37,16 +47,19 @@ class TritonShape(Shape):
 @contextmanager
 def configuration(votes: bool, chosen: Config) -> Iterator[None]:
     """`chosen` in the launch that votes, or in the dense one; the other as in the table."""
-    table = triton.config
+    table, is_described = triton.config, triton.is_described
 
-    def config(capability: tuple[int, int] | None, element_size: int, dim: int, vote: bool) -> Config:
-        return chosen if vote == votes else table(capability, element_size, dim, vote)
+    def config(capability: tuple[int, int] | None, element_size: int, dim: int, vote: bool, described: bool) -> Config:
+        return chosen if vote == votes else table(capability, element_size, dim, vote, described)
 
     triton.config = config
+    triton.is_described = lambda _, *tensors: all(map(triton.is_describable, tensors))  # on any GPU
+    triton.plans.clear()
     try:
         yield
     finally:
-        triton.config = table
+        triton.config, triton.is_described = table, is_described
+        triton.plans.clear()
 
 
 def measure(shape: TritonShape, rounds: int) -> None:

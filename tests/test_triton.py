@@ -23,7 +23,7 @@ from checks import assert_within
 from models import dit, skip_config, tokens
 from skip_attn_compile import backend, kernels
 from skip_attn_compile.kernels import triton as implementation
-from skip_attn_compile.kernels.triton import Config
+from skip_attn_compile.kernels.triton import Config, Launch
 from skip_attn_compile.reference import reference_attention
 from skip_attn_compile.report import SiteReport
 from skip_attn_compile.results import empty_results
@@ -50,6 +50,7 @@ def interpreter_repairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(interpreter.ReduceOps, "apply_impl", numpy_max)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, widen(a), widen(b), *rest))
+    implementation.plans.clear()  # of other configurations
     with np.errstate(all="ignore"):  # log2(0), exp2 of rows past the end
         yield
 
@@ -273,7 +274,13 @@ def test_the_interpreters_own_reduction_agrees(monkeypatch: pytest.MonkeyPatch) 
 
 
 def set_config(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
-    monkeypatch.setattr(implementation, "config", lambda *problem: config)
+    """`config` for every problem; a `tma` in it holds where K and V can be described, whatever the GPU and the dtype."""
+
+    def chosen(*problem: object) -> Config:
+        return config._replace(tma=config.tma and bool(problem[-1]))
+
+    monkeypatch.setattr(implementation, "config", chosen)
+    monkeypatch.setattr(implementation, "is_described", lambda _, *tensors: all(map(implementation.is_describable, tensors)))
 
 
 @pytest.mark.parametrize("case", [Case("head_dim_40", B=1, D=40, Dv=72), Case("head_dim_48", B=1, D=48, Dv=32, mask="key_bool")], ids=str)
@@ -287,6 +294,41 @@ def test_dense_blocks_of_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     set_config(monkeypatch, Config(128, 8, 1, 128))
     for rows in (64, 65, 129, 200):
         run_case(dataclasses.replace(SMALL, Sq=rows, threshold=0.0))
+
+
+WAYS = [*((case, True, True) for case in CASES), (SMALL, True, False), (SMALL, False, True)]
+
+
+@pytest.mark.parametrize(("case", "tma", "early"), WAYS, ids=str)
+def test_ways_to_load(case: Case, tma: bool, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Hopper."""
+    set_config(monkeypatch, Config(64, 4, 2, 128, tma, early))
+    described = spy_on_descriptors(monkeypatch)
+    run_case(dataclasses.replace(case, tile_order=ORDERS[len(case.name) % 2]))
+    assert bool(described) == (tma and all(map(implementation.is_describable, case.inputs()[1:3])))
+
+
+@pytest.mark.parametrize("tile_q", [64, 128])
+@pytest.mark.parametrize("mask", ["none", "key_bool"])
+def test_ways_to_load_to_measure(mask: str, tile_q: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Config(tile_q, 8, 2, 128, tma=True, early=tile_q == 64)
+    set_config(monkeypatch, chosen)
+    monkeypatch.setattr(implementation, "measuring", lambda *problem: (Launch(problem[-2] or tile_q == 64, "all", chosen),))
+    described = spy_on_descriptors(monkeypatch)
+    check_measure(dataclasses.replace(SMALL, Hq=2, mask=mask, tile_order="own_first"), tile_q=tile_q)
+    assert described
+
+
+def spy_on_descriptors(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What descriptors are made of."""
+    make, described = implementation._descriptor(), []
+
+    def making(x: Tensor, *layout: object) -> object:
+        described.append(x)
+        return make(x, *layout)
+
+    monkeypatch.setattr(implementation, "_descriptor", lambda: making)
+    return described
 
 
 def test_any_strides() -> None:
@@ -366,20 +408,92 @@ def test_serves_a_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [dataclasses.replace(have, implementation="reference")] == want
 
 
+@pytest.mark.parametrize("described", [False, True])
 @pytest.mark.parametrize("capability", [None, (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (13, 0)])
 @pytest.mark.parametrize("element_size", [2, 4])
-def test_every_problem_has_a_configuration(capability: tuple[int, int] | None, element_size: int) -> None:
+def test_every_problem_has_a_configuration(capability: tuple[int, int] | None, element_size: int, described: bool) -> None:
+    described = described and capability == (9, 0) and element_size == 2
     for dim in range(1, 257):
-        for vote in (True, False):
-            block_q, warps, _, chunk = implementation.config(capability, element_size, dim, vote)
-            assert block_q == 64 or (block_q == 128 and not vote)
-            assert warps in (4, 8)
-            assert chunk in (32, 64, 128, 256)
+        launches = [x for masked in (True, False) for x in implementation.attending(capability, element_size, dim, masked, described)]
+        assert [(x.vote, x.which) for x in launches] == [(True, "all"), (True, "sparse"), (False, "dense")]
         for tile_q in (64, 128):
-            launch = implementation.measuring(capability, element_size, dim, tile_q, True)
-            assert (launch.vote, launch.config.block_q) == (True, tile_q), "V of a masked tile is not read"
-            assert launch.config.chunk in (32, 64, 128, 256)
-            assert implementation.measuring(capability, element_size, dim, tile_q, False).config == launch.config
+            (masked,) = implementation.measuring(capability, element_size, dim, tile_q, True, described)
+            (launch,) = implementation.measuring(capability, element_size, dim, tile_q, False, described)
+            assert masked.vote, "V of a masked tile is not read"
+            assert masked.config == launch.config
+            assert launch.config.block_q == tile_q
+            launches.append(launch)
+        for _, _, chosen in launches[:3]:
+            assert chosen.block_q == 64 or (chosen.block_q == 128 and chosen == launches[2].config)
+        for _, _, chosen in launches:
+            assert chosen.num_warps in (4, 8)
+            assert chosen.chunk in (32, 64, 128, 256)
+            assert not chosen.tma or (described and chosen.chunk >= dim), "a descriptor's block has all dimensions"
+            assert not chosen.early or capability == (9, 0), "measured there alone"
+
+
+def test_what_is_described() -> None:
+    """Only what the copy engine can address: multiples of 16 bytes; and on Hopper alone."""
+    x = torch.zeros(2, 300, 4, 3 * 64, dtype=torch.bfloat16)[..., 64:128].transpose(1, 2)
+    assert implementation.is_described((9, 0), x, x)
+    assert implementation.is_described((9, 0), x, x[:, :, 3:])
+    assert not any(implementation.is_described(capability, x, x) for capability in (None, (8, 0), (8, 9), (10, 0), (12, 0)))
+    assert not implementation.is_described((9, 0), x.float(), x.float())
+    for wrong in (
+        x[..., 1:],  # starts in the middle of 16 bytes
+        x[..., ::2],
+        x[:1].expand(2, -1, -1, -1),
+        x[:, :, :0],
+        torch.zeros(1, 1, 300, 36, dtype=torch.bfloat16),  # rows of 72 bytes
+        x.transpose(2, 3).contiguous().transpose(2, 3),
+    ):
+        assert not implementation.is_described((9, 0), x, wrong)
+        assert not implementation.is_described((9, 0), wrong, x)
+
+
+def test_a_kind_of_call_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton is asked once for each launch of a kind; afterwards what it compiled is started, with the arguments in the kernel's order."""
+    asked, started = [], []
+    names = implementation._kernel().arg_names
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> "Kernel":
+            self.grid = grid
+            return self
+
+        def __call__(self, *tensors: Tensor, **arguments: object) -> "Compiled":
+            asked.append(dict(zip(names, tensors, strict=False)) | arguments)
+            return Compiled()
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            assert len(grid) == 3
+            return lambda *values: started.append(dict(zip(names, values, strict=True)))
+
+    monkeypatch.setattr(implementation, "_kernel", Kernel)
+    inputs = SMALL.inputs()
+    for _ in range(3):
+        attend(inputs)
+    assert (len(asked), len(started)) == (2, 4)
+    for number, values in enumerate(started):
+        for name, launched in asked[number % 2].items():
+            assert name in ("out", "lse", "counts", "num_warps", "num_stages") or launched is values[name] or launched == values[name]
+    others = (
+        inputs._replace(key=inputs.key.transpose(2, 3).contiguous().transpose(2, 3)),
+        inputs._replace(value=F.pad(inputs.value, (1, 0))[..., 1:]),
+        inputs._replace(threshold=inputs.threshold.view(1)),
+        inputs._replace(threshold=torch.cat([inputs.threshold.view(1)] * 2)[1]),  # four bytes on
+        inputs._replace(attn_mask=torch.ones(520) > 0),
+        inputs._replace(query=inputs.query[:, :, :100]),
+    )
+    for other in others:
+        attend(other)
+        attend(other)
+    assert len(implementation.plans) == 1 + len(others)
+    attend(inputs, scale=0.5)
+    attend(inputs, is_causal=True)
+    attend(inputs, tile_order="own_first")
+    assert len(implementation.plans) == 4 + len(others)
 
 
 def python(script: str, **environment: str) -> subprocess.CompletedProcess:
@@ -418,11 +532,12 @@ triton.runtime.driver.set_active(Driver())
 kernel = implementation._kernel()
 implementation._kernel = Compiler
 implementation._capability = lambda query: divmod(capability, 10)
-for capability, head_dim, causal, measured, limit in PROBLEMS:
+for capability, head_dim, rows, causal, measured, limit in PROBLEMS:
     compiled = []
     kernel.device_caches.clear()
-    query = torch.empty(1, 1000, 8, head_dim, dtype=torch.bfloat16, device="meta").transpose(1, 2)
-    results = torch.empty_like(query), torch.empty(1, 8, 1000, device="meta"), torch.empty(1, 8, 2, dtype=torch.int32, device="meta")
+    implementation.plans.clear()
+    query = torch.empty(1, rows, 8, head_dim, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    results = torch.empty_like(query), torch.empty(1, 8, rows, device="meta"), torch.empty(1, 8, 2, dtype=torch.int32, device="meta")
     implementation.run(query, query, query, torch.empty((), device="meta"), None, None, results, causal, 0.1, "own_first")
     thresholds, counts = torch.empty(32, device="meta"), torch.empty(1, 8, 33, dtype=torch.int32, device="meta")
     results = torch.empty_like(query), counts
@@ -430,7 +545,15 @@ for capability, head_dim, causal, measured, limit in PROBLEMS:
     assert len(compiled) == 3 - causal
     assert max(compiled) <= limit, (capability, head_dim, compiled)
 """
-PROBLEMS = [(80, 128, False, 128, 166912), (86, 256, True, 128, 101376), (100, 128, True, 64, 232448), (120, 64, True, 64, 101376)]
+PROBLEMS = [  # one row is compiled as a constant
+    (80, 128, 1000, False, 128, 166912),
+    (86, 256, 1000, True, 128, 101376),
+    (90, 128, 1000, False, 128, 232448),
+    (90, 128, 1, True, 64, 232448),
+    (90, 256, 1000, True, 128, 232448),
+    (100, 128, 1000, True, 64, 232448),
+    (120, 64, 1000, True, 64, 101376),
+]
 
 
 def test_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Skip-softmax attention on every GPU that Triton compiles for. `triton_kernel.py` beside this is the kernel; here it is launched."""
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ from skip_attn_compile.operands import check_inputs
 
 TILE_Q, TILE_K = 64, 128
 MAX_HEAD_DIM = 256
+HOPPER = (9, 0)
 LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))  # 163 KB or more a program; all others are taken to have 99 KB
 
 
@@ -24,19 +25,40 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int  # key tiles in flight
     chunk: int  # dimensions of a row that are in shared memory at a time, a power of 2
+    tma: bool = False  # as TMA and EARLY of the kernel
+    early: bool = False
 
 
-def config(capability: tuple[int, int] | None, element_size: int, dim: int, vote: bool) -> Config:
-    """dim: the larger of head_dim and value_dim; vote: as in the kernel."""
+def config(capability: tuple[int, int] | None, element_size: int, dim: int, vote: bool, described: bool) -> Config:
+    """dim: the larger of head_dim and value_dim; vote: as in the kernel; described: K and V can be had by tensor descriptor.
+
+    Measured on an H200 alone (`tests/gpu/RESULTS.md`). There the dense kernel is faster without descriptors at dimensions of 65 to 128.
+    """
     if element_size == 4:  # products on the ordinary cores, whose operands need many registers
         return Config(64, 8, 1, 32)
     if capability not in LARGE_SHARED_MEMORY:
         return Config(64, 4, 2 if vote and dim <= 128 else 1, 128)
+    if described and dim > 128:
+        return Config(64, 4, 1, 256, tma=True)
     if dim > 128:
         return Config(64, 8, 1, 256)
     if vote:
-        return Config(64, 4, 2 if dim > 64 else 3, 128)
+        return Config(64, 4, 2 if dim > 64 else 3, 128, tma=described, early=capability == HOPPER)
+    if described and dim <= 64:
+        return Config(128, 4, 3, 128, tma=True)
     return Config(128, 8, 2 if dim > 64 and capability == (8, 0) else 3, 128)  # three stages are 229 KB at 128
+
+
+def is_described(capability: tuple[int, int] | None, *tensors: Tensor) -> bool:
+    """Whether the kernel may have these by tensor descriptor. Newer GPUs than Hopper have them, too; there nothing was measured."""
+    return capability == HOPPER and all(x.element_size() == 2 and is_describable(x) for x in tensors)
+
+
+def is_describable(x: Tensor) -> bool:
+    """Whether the copy engine can address x: all in multiples of 16 bytes."""
+    *outer, inner = x.stride()
+    steps = all(step > 0 and step * x.element_size() % 16 == 0 for step in outer)
+    return steps and inner == 1 and x.data_ptr() % 16 == 0 and x.numel() > 0
 
 
 class Launch(NamedTuple):
@@ -45,17 +67,28 @@ class Launch(NamedTuple):
     config: Config
 
 
-def measuring(capability: tuple[int, int] | None, element_size: int, dim: int, tile_q: int, masked: bool) -> Launch:
+def attending(capability: tuple[int, int] | None, element_size: int, dim: int, masked: bool, described: bool) -> tuple[Launch, ...]:
+    """How to attend. Without a mask by two kernels, each of which returns at once in the batch items that are the other's: one votes, one
+    knows that lambda is 0 and loads V ahead."""
+    votes, dense = (config(capability, element_size, dim, vote, described) for vote in (True, False))
+    return (Launch(True, "all", votes),) if masked else (Launch(True, "sparse", votes), Launch(False, "dense", dense))
+
+
+def measuring(
+    capability: tuple[int, int] | None, element_size: int, dim: int, tile_q: int, masked: bool, described: bool
+) -> tuple[Launch, ...]:
     """How to measure: in blocks of one group, of `tile_q` rows. Where a tile can be masked, V must wait for the vote."""
     if tile_q == TILE_Q:  # V waits anyway: without tiles of V that are loaded ahead, two programs fit a multiprocessor
-        return Launch(True, "all", config(capability, element_size, dim, True))
+        return (Launch(True, "all", config(capability, element_size, dim, True, described)),)
     if element_size == 4:
         chosen = Config(tile_q, 8, 1, 32)
     elif capability not in LARGE_SHARED_MEMORY:
         chosen = Config(tile_q, 8, 1, 64)
+    elif described:
+        chosen = Config(tile_q, 8, 3, 128, tma=True) if dim <= 128 else Config(tile_q, 8, 1, 256, tma=True)
     else:
         chosen = Config(tile_q, 8, 2 if dim <= 128 else 1, 128)
-    return Launch(masked, "all", chosen)
+    return (Launch(masked, "all", chosen),)
 
 
 def _capability(query: Tensor) -> tuple[int, int] | None:
@@ -67,6 +100,13 @@ def _kernel() -> Any:  # a triton.JITFunction
     from skip_attn_compile.kernels import triton_kernel
 
     return triton_kernel.attention_kernel
+
+
+@cache
+def _descriptor() -> Callable[..., Any]:
+    from skip_attn_compile.kernels import triton_kernel
+
+    return triton_kernel.Descriptor
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, threshold: Tensor, attn_mask: Tensor | None, query_mask: Tensor | None) -> bool:
@@ -99,19 +139,8 @@ def run(
     scale: float,
     tile_order: str,
 ) -> None:
-    """Shapes as in `ops.py`, checked here; asynchronous, on the current stream of query's device.
-
-    Calls without a mask launch two kernels, each of which returns at once in the batch items that are the other's: one votes, one knows
-    that lambda is 0 and loads V ahead.
-    """
-    if not _fits(query, key, value, threshold, attn_mask, query_mask):
-        check_inputs(query, key, value, threshold, attn_mask, query_mask)  # says what is wrong, in six times the time
-        raise ValueError(f"attn_mask must be a key mask and head_dim at most {MAX_HEAD_DIM}")
-    known = _capability(query), query.element_size(), max(query.shape[3], value.shape[3])
-    votes, dense = config(*known, True), config(*known, False)
-    masked = attn_mask is not None or query_mask is not None or is_causal
-    launches = (Launch(True, "all", votes),) if masked else (Launch(True, "sparse", votes), Launch(False, "dense", dense))
-    _launch(launches, query, key, value, threshold, attn_mask, query_mask, *results, is_causal, scale, tile_order)
+    """Shapes as in `ops.py`, checked here; asynchronous, on the current stream of query's device."""
+    _launch(query, key, value, threshold, attn_mask, query_mask, *results, is_causal, scale, tile_order, TILE_Q, 0)
 
 
 def measure(
@@ -129,29 +158,11 @@ def measure(
 ) -> None:
     """Shapes as in `measure.py`; asynchronous, like `run`."""
     out, counts = results
-    masked = attn_mask is not None or query_mask is not None or is_causal
-    launch = measuring(_capability(query), query.element_size(), max(query.shape[3], value.shape[3]), tile[0], masked)
-    _launch(
-        (launch,),
-        query,
-        key,
-        value,
-        thresholds,
-        attn_mask,
-        query_mask,
-        out,
-        out,
-        counts,
-        is_causal,
-        scale,
-        tile_order,
-        group=tile[0],
-        trials=len(thresholds),
-    )
+    options = is_causal, scale, tile_order, tile[0], len(thresholds)
+    _launch(query, key, value, thresholds, attn_mask, query_mask, out, out, counts, *options)
 
 
 def _launch(
-    launches: Iterable[Launch],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -161,69 +172,133 @@ def _launch(
     out: Tensor,
     lse: Tensor,
     counts: Tensor,
+    *options: Any,
+) -> None:
+    """options: as of `_plan`."""
+    given = query, key, value, threshold, attn_mask, query_mask
+    kind = *map(_layout, given), out.stride(), torch.get_float32_matmul_precision(), options
+    plan = plans.get(kind)
+    if plan is None:
+        if len(plans) >= PLANS_KEPT:
+            plans.clear()
+        plan = plans[kind] = _plan(*given, out, *options)
+    counts.zero_()
+    pointers = descriptors = key, value
+    if plan.blocks is not None:
+        descriptors = tuple(_descriptor()(x, x.shape, x.stride(), block) for x, block in zip(pointers, plan.blocks, strict=True))
+    rest = threshold, query if attn_mask is None else attn_mask, query if query_mask is None else query_mask, out, lse, counts
+    elsewhere = query.is_cuda and query.get_device() != torch.cuda.current_device()
+    with torch.cuda.device(query.device) if elsewhere else nullcontext():
+        for step in plan.steps:
+            step(query, *(descriptors if step.config.tma else pointers), *rest)
+
+
+def _layout(x: Tensor | None) -> tuple[Any, ...] | None:
+    """All that a launch may depend on."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16)
+
+
+class Step:
+    """A launch of the kernel. Triton is asked for the compiled kernel once, which takes six times as long as to start it."""
+
+    def __init__(self, grid: tuple[int, int, int], arguments: dict[str, Any], config: Config) -> None:
+        """arguments: of the kernel after its tensors, in its order."""
+        self.grid, self.arguments, self.config = grid, arguments, config
+        self.values = tuple(arguments.values())
+        self.start: Callable[..., None] | None = None
+
+    def __call__(self, *tensors: Any) -> None:
+        if self.start is not None:
+            self.start(*tensors, *self.values)
+            return
+        options = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
+        compiled = _kernel()[self.grid](*tensors, **self.arguments, **options)
+        if compiled is not None:  # None: in Triton's interpreter
+            self.start = compiled[self.grid]
+
+
+class Plan(NamedTuple):
+    """How calls of one kind are run."""
+
+    steps: list[Step]
+    blocks: tuple[list[int], list[int]] | None  # of the descriptors of K and V, where a step takes them
+
+
+plans: dict[tuple[Any, ...], Plan] = {}
+PLANS_KEPT = 4096
+
+
+def _plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    threshold: Tensor,
+    attn_mask: Tensor | None,
+    query_mask: Tensor | None,
+    out: Tensor,
     is_causal: bool,
     scale: float,
     tile_order: str,
-    group: int = TILE_Q,
-    trials: int = 0,
-) -> None:
+    group: int,
+    trials: int,
+) -> Plan:
     """group, trials: as GROUP and TRIALS of the kernel."""
-    batch, heads, rows, head_dim = query.shape
-    kv_heads, keys, value_dim = value.shape[1:]
-    padded = [max(16, 1 << (dim - 1).bit_length()) for dim in (head_dim, value_dim)]
-    counts.zero_()
+    if not trials and not _fits(query, key, value, threshold, attn_mask, query_mask):
+        check_inputs(query, key, value, threshold, attn_mask, query_mask)  # says what is wrong
+        raise ValueError(f"attn_mask must be a key mask and head_dim at most {MAX_HEAD_DIM}")
     if out.numel() == 0:
-        return
+        return Plan([], None)
+    (batch, heads, rows, head_dim), (kv_heads, keys, value_dim) = query.shape, value.shape[1:]
+    padded = [max(16, 1 << (dim - 1).bit_length()) for dim in (head_dim, value_dim)]
     mask = "none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "add"
     key_mask = query if attn_mask is None else attn_mask.expand(batch, 1, 1, keys)
     row_mask = query if query_mask is None else query_mask.expand(batch, 1, rows, 1)
-    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
-        for vote, which, (block_q, num_warps, num_stages, chunk) in launches:
-            block_d, block_dv = (min(dim, chunk) for dim in padded)
-            _kernel()[(batch * heads * -(-rows // block_q), -(-value_dim // block_dv))](
-                query,
-                key,
-                value,
-                threshold,
-                key_mask,
-                row_mask,
-                out,
-                lse,
-                counts,
-                query.stride(),
-                key.stride(),
-                value.stride(),
-                out.stride(),
-                threshold.stride(0) if threshold.dim() else 0,
-                (key_mask.stride(0), key_mask.stride(3)),
-                (row_mask.stride(0), row_mask.stride(2)),
-                heads,
-                kv_heads,
-                rows,
-                keys,
-                head_dim,
-                value_dim,
-                scale,
-                VOTE=vote,
-                TRIALS=trials,
-                WHICH=which,
-                MASK=mask,
-                QUERY_MASK=query_mask is not None,
-                CAUSAL=is_causal,
-                OWN_FIRST=tile_order == "own_first",
-                SCALE_FIRST=mask == "add" or scale <= 0,
-                CHECK_KEYS=keys % TILE_K != 0,
-                GROUP=group,
-                BLOCK_Q=block_q,
-                BLOCK_D=block_d,
-                CHUNKS_D=-(-head_dim // block_d),
-                BLOCK_DV=block_dv,
-                CHECK_D=head_dim % block_d != 0,
-                CHECK_DV=value_dim % block_dv != 0,
-                PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
-                num_warps=num_warps,
-                num_stages=num_stages,
-            )
+    masked = attn_mask is not None or query_mask is not None or is_causal
+    capability = _capability(query)
+    known = capability, query.element_size(), max(head_dim, value_dim)
+    described = is_described(capability, key, value)
+    launches = measuring(*known, group, masked, described) if trials else attending(*known, masked, described)
+    steps = []
+    for vote, which, chosen in launches:
+        block_d, block_dv = (min(dim, chosen.chunk) for dim in padded)
+        arguments = {
+            "query_stride": query.stride(),
+            "key_stride": key.stride(),
+            "value_stride": value.stride(),
+            "out_stride": out.stride(),
+            "threshold_stride": threshold.stride(0) if threshold.dim() else 0,
+            "attn_mask_stride": (key_mask.stride(0), key_mask.stride(3)),
+            "query_mask_stride": (row_mask.stride(0), row_mask.stride(2)),
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "q_len": rows,
+            "kv_len": keys,
+            "head_dim": head_dim,
+            "value_dim": value_dim,
+            "scale": scale,
+            "VOTE": vote,
+            "TRIALS": trials,
+            "WHICH": which,
+            "MASK": mask,
+            "QUERY_MASK": query_mask is not None,
+            "CAUSAL": is_causal,
+            "OWN_FIRST": tile_order == "own_first",
+            "SCALE_FIRST": mask == "add" or scale <= 0,
+            "CHECK_KEYS": keys % TILE_K != 0,
+            "GROUP": group,
+            "BLOCK_Q": chosen.block_q,
+            "BLOCK_D": block_d,
+            "CHUNKS_D": -(-head_dim // block_d),
+            "BLOCK_DV": block_dv,
+            "CHECK_D": head_dim % block_d != 0,
+            "CHECK_DV": value_dim % block_dv != 0,
+            "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+            "TMA": chosen.tma,
+            "EARLY": chosen.early,
+        }
+        steps.append(Step((batch * heads * -(-rows // chosen.block_q), -(-value_dim // block_dv), 1), arguments, chosen))
+    blocks = [[1, 1, TILE_K, width] for width in padded]
+    return Plan(steps, (blocks[0], blocks[1]) if any(step.config.tma for step in steps) else None)
 
 
 def unavailable(problem: Problem) -> str | None:

@@ -11,12 +11,20 @@ Where a tile of V is too large for shared memory, a program takes a chunk of V's
 
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 TILE_K: tl.constexpr = tl.constexpr(128)  # keys that are skipped together
 NONE: tl.constexpr = tl.constexpr(float("-inf"))  # the score of a masked key
 LEAST: tl.constexpr = tl.constexpr(-3.0e38)  # above NONE, below the log2 of every lambda but 0
 MOST_TRIALS: tl.constexpr = tl.constexpr(32)  # as MOST_THRESHOLDS of `measure.py`; a power of 2
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+class Descriptor(TensorDescriptor):
+    """Without the checks, half of its time: the launcher has made them."""
+
+    def __post_init__(self) -> None:
+        pass
 
 
 @triton.jit
@@ -70,8 +78,8 @@ def tile_gap(tile_max, m_new, unit):
 @triton.jit
 def attention_kernel(
     query,  # [B, Hq, Sq, D]
-    key,  # [B, Hkv, Skv, D]
-    value,  # [B, Hkv, Skv, Dv]
+    key,  # [B, Hkv, Skv, D]; where TMA, its descriptor, with blocks of [1, 1, TILE_K, BLOCK_D]
+    value,  # [B, Hkv, Skv, Dv]; likewise, [1, 1, TILE_K, BLOCK_DV]
     threshold,  # lambda, float32: by batch item; or TRIALS of them
     attn_mask,  # [B, Skv] int8 (0 masks) or floating point (added, -inf masks); unused where MASK is "none"
     query_mask,  # [B, Sq] int8; unused where not QUERY_MASK
@@ -109,6 +117,8 @@ def attention_kernel(
     CHECK_D: tl.constexpr,  # head_dim is no multiple of BLOCK_D
     CHECK_DV: tl.constexpr,
     PRECISION: tl.constexpr,  # of float32 products
+    TMA: tl.constexpr,  # the copy engine brings K and V, all dimensions at once: they pass through no registers
+    EARLY: tl.constexpr,  # the next tile of K is sent for while QK^T runs, before the vote
 ):
     blocks = tl.cdiv(q_len, BLOCK_Q)
     block = tl.program_id(0) % blocks
@@ -142,8 +152,9 @@ def attention_kernel(
         pointers = query_mask + item * query_mask_stride[0] + row.to(tl.int64) * query_mask_stride[1]
         votes_of_row = tl.load(pointers, mask=votes_of_row, other=0) != 0
     query += item * query_stride[0] + head * query_stride[1]
-    key += item * key_stride[0] + kv_head * key_stride[1]
-    value += item * value_stride[0] + kv_head * value_stride[1] + dim0 * value_stride[3]
+    if not TMA:
+        key += item * key_stride[0] + kv_head * key_stride[1]
+        value += item * value_stride[0] + kv_head * value_stride[1] + dim0 * value_stride[3]
     if CHUNKS_D == 1:
         q = load_tile(query, query_stride, row0, q_len, head_dim, BLOCK_Q, BLOCK_D, True, CHECK_D)
     if MASK != "none":
@@ -153,7 +164,7 @@ def attention_kernel(
     first = 0
     if OWN_FIRST:
         middle = (2 * row0 + GROUP).to(tl.int64)
-        first = tl.minimum(middle * kv_len // (2 * q_len.to(tl.int64) * TILE_K), tiles - 1).to(tl.int32)
+        first = tl.minimum(middle * kv_len // (tl.full([], 2 * TILE_K, tl.int64) * q_len), tiles - 1).to(tl.int32)
     if CAUSAL:  # the tiles after these are masked for all rows
         tiles = tl.minimum(tiles, tl.cdiv(tl.minimum(row0 + BLOCK_Q, q_len), TILE_K))
         first = tl.where(first < tiles, first, 0)
@@ -161,13 +172,18 @@ def attention_kernel(
     m = tl.full([BLOCK_Q], NONE, tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+    s = tl.zeros([BLOCK_Q, TILE_K], tl.float32)
     visited = 0
     skipped = 0
-    for step in range(first, first + tiles):
+    end = first + tiles
+    for step in range(first, end):
         tile = tl.where(step < tiles, step, step - tiles)
         col0 = tile * TILE_K
         col = col0 + tl.arange(0, TILE_K)
-        if CHUNKS_D == 1:
+        if TMA:
+            k = key.load([item.to(tl.int32), kv_head.to(tl.int32), col0, 0]).reshape(TILE_K, BLOCK_D)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        elif CHUNKS_D == 1:
             k = load_tile(key, key_stride, col0, kv_len, head_dim, TILE_K, BLOCK_D, CHECK_KEYS, CHECK_D)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         else:
@@ -177,42 +193,51 @@ def attention_kernel(
                 q = load_tile(query + d * query_stride[3], query_stride, row0, q_len, width, BLOCK_Q, BLOCK_D, True, CHECK_D)
                 k = load_tile(key + d * key_stride[3], key_stride, col0, kv_len, width, TILE_K, BLOCK_D, CHECK_KEYS, CHECK_D)
                 s = tl.dot(q, tl.trans(k), s, input_precision=PRECISION)
-        if SCALE_FIRST:
-            s *= scale
-        if MASK == "bool":
-            kept = tl.load(attn_mask + col.to(tl.int64) * attn_mask_stride[1], mask=col < kv_len, other=0)
-            s = tl.where((kept != 0)[None, :], s, NONE)
-        elif MASK == "add":
-            bias = tl.load(attn_mask + col.to(tl.int64) * attn_mask_stride[1], mask=col < kv_len, other=NONE).to(tl.float32)[None, :]
-            s = tl.where(bias == NONE, NONE, s + bias)
-        elif CHECK_KEYS:
-            s = tl.where((col < kv_len)[None, :], s, NONE)
-        if CAUSAL:
-            s = tl.where(col[None, :] <= row[:, None], s, NONE)
-        tile_max = tl.where(votes_of_row, tl.reduce(s, 1, max_or_nan), NONE)
-        m_new = max_or_nan(m, tile_max)
+        # Triton puts an `if` at the end of the loop's body, behind the copies that it makes ahead, and QK^T runs on until there: so this
+        # one, which always holds, as LLVM sees later. Else K is sent for after the vote: in a skipped tile, just when it is needed.
+        if step < end if EARLY else True:
+            x = s
+            if SCALE_FIRST:
+                x *= scale
+            if MASK == "bool":
+                kept = tl.load(attn_mask + col.to(tl.int64) * attn_mask_stride[1], mask=col < kv_len, other=0)
+                x = tl.where((kept != 0)[None, :], x, NONE)
+            elif MASK == "add":
+                bias = tl.load(attn_mask + col.to(tl.int64) * attn_mask_stride[1], mask=col < kv_len, other=NONE).to(tl.float32)[None, :]
+                x = tl.where(bias == NONE, NONE, x + bias)
+            elif CHECK_KEYS:
+                x = tl.where((col < kv_len)[None, :], x, NONE)
+            if CAUSAL:
+                x = tl.where(col[None, :] <= row[:, None], x, NONE)
+            tile_max = tl.where(votes_of_row, tl.reduce(x, 1, max_or_nan), NONE)
+            m_new = max_or_nan(m, tile_max)
 
-        if TRIALS:
-            gap = tile_gap(tile_max, m_new, unit)
-            would_skip += (tl.where(gap == NONE, 0.0, gap) < log2_trials).to(tl.int32)
-        if VOTE:
-            # 0: no row has a key here; 1: some have, and all agree to skip; 2: a row objects, by being near its maximum or NaN.
             if TRIALS:
-                verdict = tl.where(gap == NONE, 0, 2)
-            else:
-                agrees = (tile_max - m_new) * unit < log2_lambda
-                verdict = tl.max(tl.where(tile_max == NONE, 0, tl.where(agrees, 1, 2)))  # with an axis Triton 3.7 fails on Blackwell
-            visited += (verdict > 0).to(tl.int32)
-            skipped += (verdict == 1).to(tl.int32)
-            if verdict == 2:
-                v = load_tile(value, value_stride, col0, kv_len, value_dim, TILE_K, BLOCK_DV, CHECK_KEYS, CHECK_DV)
-                l, acc = softmax_pv(s, m, m_new, l, acc, v, unit, PRECISION)
+                gap = tile_gap(tile_max, m_new, unit)
+                would_skip += (tl.where(gap == NONE, 0.0, gap) < log2_trials).to(tl.int32)
+            keep = True
+            if VOTE:
+                # 0: no row has a key here; 1: some have, and all agree to skip; 2: a row objects, by being near its maximum or NaN.
+                if TRIALS:
+                    verdict = tl.where(gap == NONE, 0, 2)
+                else:
+                    agrees = (tile_max - m_new) * unit < log2_lambda
+                    verdicts = tl.where(tile_max == NONE, 0, tl.where(agrees, 1, 2))
+                    verdict = tl.max(verdicts, 0) if TMA or EARLY else tl.max(verdicts)  # with an axis Triton 3.7 fails on Blackwell
+                visited += (verdict > 0).to(tl.int32)
+                skipped += (verdict == 1).to(tl.int32)
+                keep = verdict == 2
+            if keep:
+                if TMA:
+                    v = value.load([item.to(tl.int32), kv_head.to(tl.int32), col0, dim0]).reshape(TILE_K, BLOCK_DV)
+                else:
+                    v = load_tile(value, value_stride, col0, kv_len, value_dim, TILE_K, BLOCK_DV, CHECK_KEYS, CHECK_DV)
+                l, acc = softmax_pv(x, m, m_new, l, acc, v, unit, PRECISION)
                 m = m_new
-        else:
-            v = load_tile(value, value_stride, col0, kv_len, value_dim, TILE_K, BLOCK_DV, CHECK_KEYS, CHECK_DV)
-            l, acc = softmax_pv(s, m, m_new, l, acc, v, unit, PRECISION)
-            m = m_new
 
+    if EARLY:  # Triton 3.6 crashes where s has no use after the loop. That this is none LLVM sees later, and Triton never: it knows no bits
+        if tl.program_id(0) & 1 == 2:
+            m = tl.max(s, 1)
     no_key = m == NONE
     result = tl.where(no_key[:, None], 0.0, acc / l[:, None])
     dim = tl.arange(0, BLOCK_DV)
