@@ -6,6 +6,7 @@
 #pragma once
 
 #include "consumer.cuh"
+#include "load.cuh"
 
 // The group, and the warp that loads V of the tiles that it keeps. That the latter learns of the vote from the barrier itself, and not through an
 // mbarrier behind it, is worth 3 % at half of the tiles skipped: V comes late as it is. compute-sanitizer's synccheck takes the two instructions

@@ -170,7 +170,7 @@ void run(Params params, TensorView query, TensorView key, TensorView value, Opti
   const bool apart = measures && own_first && !params.wide && q_len != kv_len;
   const bool masked = attn_mask.has_value() || query_mask.has_value() || !(params.scale_log2 > 0.f) || apart;
 
-  // A pair of CTAs shares copies (see kernel.cuh); an odd number of blocks costs an idle one in each head.
+  // Without votes a pair of CTAs shares copies (see load.cuh); an odd number of blocks costs an idle one in each head.
   const int64_t q_blocks = (q_len + kBlockRows - 1) / kBlockRows;
   params.cluster = !masked && !measures && !is_causal && (q_blocks % 2 == 0 || q_blocks > 16) ? 2 : 1;
   params.q_blocks = static_cast<int>((q_blocks + params.cluster - 1) / params.cluster * params.cluster);

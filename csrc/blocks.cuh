@@ -56,7 +56,9 @@ struct BlockSource {
     const uint32_t peer_block = ptx::smem_address(&smem.peer_block[slot]), peer_full = ptx::smem_address(&smem.peer_block_full[slot]);
     if (sharers == 1 || ptx::cluster_rank() == 0) {
       const int block = draw(sharers);
-      if (sharers > 1) ptx::store_async(ptx::map_to_rank(peer_block, 1), block, ptx::map_to_rank(peer_full, 1));  // it has read the last: it handed on all of its K
+      // The other has read what was in the slot, two blocks ago: this warp has since loaded the first K of the block before, into the first buffer as
+      // in every block of the dense loop, which all warps of both had given back. So there must be a key.
+      if (sharers > 1) ptx::store_async(ptx::map_to_rank(peer_block, 1), block, ptx::map_to_rank(peer_full, 1));
       return block;
     }
     ptx::mbarrier_arrive_expect_bytes(peer_full, sizeof(int));

@@ -63,7 +63,7 @@ struct Consumer {
   __device__ __forceinline__ int row(int i) const { return row0 + (thread / 32) * 16 + (thread % 32) / 4 + 8 * i; }
 
   __device__ __forceinline__ auto& progress() const { return progress_of_warp(smem); }
-  // Once more, after the loop: no register holds it meanwhile.
+  // Once more, after the loop, and not held in registers meanwhile.
   __device__ __forceinline__ Block block() const { return Block(params, read_block(smem, progress().blocks)); }
   __device__ __forceinline__ void await_query() const { ptx::mbarrier_wait(ptx::smem_address(&smem.query_full[group]), progress().blocks % 2); }
   // Of a warp that reads the buffer no more.
@@ -251,7 +251,7 @@ struct Consumer {
             *reinterpret_cast<const uint4*>(staged + (local * kChunks + (j ^ (local & 7))) * 16);
       }
     }
-    if constexpr (kLoop != Loop::kMasked) ptx::fence_copies();  // V or Q of the next block comes to the same place
+    if constexpr (kLoop != Loop::kMasked) ptx::fence_copies();  // D = 128 or with votes: V or Q of the next block comes to the same place
     if (!kMeasures && thread == 0) {
       int32_t* counts = params.counts + 2 * (int64_t{block.batch} * params.heads + block.head);
       if (!params.shares_blocks || counts != params.counts) atomicAdd(counts, visited);  // see blocks.cuh

@@ -6,7 +6,7 @@
 #include "launch.h"
 
 template <ElementType kType, int kHeadDim>
-cudaError_t launch(const Params& params, bool masked, bool measures, unsigned blocks, int device, cudaStream_t stream) {
+cudaError_t launch(const Params& params, bool masked, bool measures, unsigned ctas, int device, cudaStream_t stream) {
   using Element = std::conditional_t<kType == ElementType::kBFloat16, __nv_bfloat16, __half>;
   constexpr int kPlainBytes = std::max(sizeof(SharedMemory<Element, kHeadDim, Loop::kDense>), sizeof(SharedMemory<Element, kHeadDim, Loop::kAhead>));
   constexpr int kMaskedBytes = sizeof(SharedMemory<Element, kHeadDim, Loop::kMasked>);
@@ -27,7 +27,7 @@ cudaError_t launch(const Params& params, bool masked, bool measures, unsigned bl
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(params.cluster), 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = blocks;
+  config.gridDim = ctas;
   config.blockDim = kThreads;
   config.dynamicSmemBytes = bytes;
   config.stream = stream;

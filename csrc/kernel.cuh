@@ -1,32 +1,14 @@
-// The kernel: one CTA takes 128 query rows of one head. A producer thread streams key tiles in, two warpgroups consume them.
+// The kernel: a CTA takes blocks of 128 query rows of one head. The warps of the producer stream key tiles in, two warpgroups consume them.
 #pragma once
 
+#include "ahead.cuh"
 #include "blocks.cuh"
+#include "dense.cuh"
+#include "load.cuh"
+#include "masked.cuh"
 #include "plan.cuh"
 #include "ptx.cuh"
 #include "stream.cuh"
-
-// A 128-key tile of K or V, D / 64 panels; zeros past the end of the keys. `sharers` = 2: this CTA loads one half for both CTAs
-// of the cluster, which halves what the L2 has to deliver; the other half comes from the other CTA.
-template <typename Element, int kPanels>
-__device__ __forceinline__ void load_tile(Element (&target)[kPanels][kTileKeys][kPanel], const CUtensorMap* map, uint64_t& full, int tile, const Block& block, int sharers = 1) {
-  const uint32_t barrier = ptx::smem_address(&full);
-  ptx::mbarrier_arrive_expect_bytes(barrier, sizeof(target));
-  const auto copy = [&](int half, auto load, auto... mask) {
-    const int panel = half % kPanels, key = half / kPanels * copy_keys(kPanels);
-    load(ptx::smem_address(target[panel][key]), map, barrier, panel * kPanel, tile * kTileKeys + key, block.kv_head, block.batch, mask...);
-  };
-  if (sharers == 1) {
-    copy(0, ptx::tma_load);
-    copy(1, ptx::tma_load);
-  } else {
-    copy(ptx::cluster_rank(), ptx::tma_load_multicast, uint16_t{3});
-  }
-}
-
-#include "ahead.cuh"
-#include "dense.cuh"
-#include "masked.cuh"
 
 // Q of both groups; past the last row too, as zeros: the barriers stay in step.
 template <typename Smem>
@@ -75,7 +57,7 @@ __device__ __forceinline__ void load_blocks(const Params& params, Smem& smem) {
     const Stream stream(params, smem, block.row0);
     const int early = kMasked ? 0 : min(Smem::kKeyStages, stream.length);
     int tile = stream.start;
-    if constexpr (Smem::kLoop == Loop::kDense) key_at.stage = 0;  // as its consumers
+    if constexpr (Smem::kLoop == Loop::kDense) key_at.stage = 0;  // as its consumers; and see BlockSource::take
 #pragma unroll 1
     for (int position = 0; position <= stream.length; ++position) {
       if (position == early) load_query(params, smem, block, (blocks.taken - 1) % 2);

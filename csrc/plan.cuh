@@ -29,11 +29,11 @@ enum class Loop { kDense, kAhead, kMasked };
 
 // Shared memory of a CTA. Every two-byte array is in panels of 64 columns, 128-byte swizzled, as TMA writes and wgmma reads it.
 //
-// `value` is a ring that both groups share. Not so in the ahead loop: there each group has one buffer of its own and loads V of the tiles
-// that it keeps, after its vote, so a skipped tile costs no copy.
+// `value` is a ring that both groups share. Not so in the ahead loop: there each group has one buffer of its own, into which a warp of the
+// producer loads V of the tiles that it keeps, after its vote, so a skipped tile costs no copy.
 //
-// Q lives in registers in the dense loop, and at D = 128 arrives through `value[2 + group]`; the output leaves the same way. The others have
-// too few registers for it (ahead: at D = 128). D = 128, in 32 KB of the SM's 227: dense 3 of K + 4 of V, ahead 1 of Q + 4 of K + 2 of V, masked 1 + 3 + 3.
+// Q lives in registers in the dense loop, and at D = 128 arrives through `value[2 + group]`; there the output leaves the same way. The others
+// have too few registers for it (ahead: at D = 128). D = 128, in 32 KB of the SM's 227: dense 3 of K + 4 of V, ahead 1 of Q + 4 of K + 2 of V, masked 1 + 3 + 3.
 template <typename Element_, int kHeadDim, Loop kLoop_>
 struct __align__(1024) SharedMemory {
   using Element = Element_;

@@ -174,9 +174,10 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kInFlight, int kPlace = 0>  // the compiler does not join waits of different places
+// All warps of the group must come to the same one.
+template <int kInFlight>
 __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0; // %1" ::"n"(kInFlight), "n"(kPlace) : "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
 }
 // Ties a register array to this point of the program: reads and writes of it do not move across.
 template <int kCount>

@@ -97,11 +97,14 @@ SHAPES = [  # B, Hq, Hkv, Sq, Skv
     (1, 1, 1, 64, 4096),
     (1, 2, 1, 130, 1),
     (3, 1, 1, 65, 129),
-    (1, 2, 2, 2200, 300),  # an odd number of 128-row blocks: one CTA of a cluster has no rows
+    (1, 2, 2, 2200, 300),
+    (1, 2, 2, 2100, 300),  # an odd number of 128-row blocks: one CTA of a cluster has no rows
     # More blocks than the GPU has multiprocessors: a CTA takes several, one after the other.
     (2, 90, 9, 300, 500),
     (1, 70, 7, 512, 260),
     (1, 9, 3, 2200, 300),
+    (1, 60, 20, 2100, 300),
+    (1, 300, 300, 256, 100),
     (1, 150, 150, 100, 1),
     (2, 100, 50, 40, 300),
 ]
@@ -160,6 +163,13 @@ def test_thresholds_out_of_range(threshold: float, acts_as: float) -> None:
     check(*inputs, threshold)
     for have, want in zip(attend(*inputs, threshold), attend(*inputs, acts_as), strict=True):
         assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_threshold_for_each_batch_item(head_dim: int, order: str) -> None:
+    query, key, value = exact_inputs(4, 20, 10, 700, 1100, head_dim, torch.bfloat16)
+    check(query, key, value, torch.tensor([THRESHOLD, 0.0, THRESHOLD**0.5, 0.0], device="cuda"), tile_order=order)
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0, 0.25, 1.0])
@@ -250,7 +260,7 @@ def test_dense_error_is_no_larger_than_cudnn(head_dim: int, dtype: torch.dtype) 
 
 
 def test_repeats_are_bit_identical() -> None:
-    inputs = exact_inputs(1, 8, 8, 2048, 2048, 128, torch.bfloat16)
+    inputs = exact_inputs(1, 12, 12, 2048, 2048, 128, torch.bfloat16)  # 192 blocks for 132 multiprocessors
     for threshold in (0.0, THRESHOLD):
         first = attend(*inputs, threshold)
         for _ in range(500):
@@ -286,7 +296,7 @@ def test_more_than_2_31_elements() -> None:
 
 
 def test_cuda_graph_follows_the_threshold() -> None:
-    query, key, value = exact_inputs(1, 2, 2, 512, 1024, 128, torch.bfloat16)
+    query, key, value = exact_inputs(1, 40, 40, 512, 1024, 128, torch.bfloat16)  # 160 blocks
     threshold = torch.zeros((), device="cuda")
     with torch.no_grad():
         run = lambda: ops.attention(query, key, value, threshold, None, None, False, SCALE, "ascending", "sm90")
@@ -302,7 +312,7 @@ def test_cuda_graph_follows_the_threshold() -> None:
 
 
 def test_streams_side_by_side() -> None:
-    inputs = exact_inputs(1, 4, 4, 1024, 1024, 128, torch.bfloat16)
+    inputs = exact_inputs(1, 20, 20, 1024, 1024, 128, torch.bfloat16)  # 160 blocks
     want = attend(*inputs, THRESHOLD)
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
