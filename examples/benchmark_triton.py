@@ -50,7 +50,7 @@ def configuration(votes: bool, chosen: Config) -> Iterator[None]:
     table, is_described = triton.config, triton.is_described
 
     def config(capability: tuple[int, int] | None, element_size: int, dim: int, vote: bool, described: bool) -> Config:
-        return chosen if vote == votes else table(capability, element_size, dim, vote, described)
+        return chosen if vote == votes else table(capability, element_size, dim, vote, described and capability == triton.HOPPER)
 
     triton.config = config
     triton.is_described = lambda _, *tensors: all(map(triton.is_describable, tensors))  # on any GPU

@@ -321,13 +321,13 @@ def test_ways_to_load_to_measure(mask: str, tile_q: int, monkeypatch: pytest.Mon
 
 def spy_on_descriptors(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """What descriptors are made of."""
-    make, described = implementation._descriptor(), []
+    make, described = implementation._module().Descriptor, []
 
     def making(x: Tensor, *layout: object) -> object:
         described.append(x)
         return make(x, *layout)
 
-    monkeypatch.setattr(implementation, "_descriptor", lambda: making)
+    monkeypatch.setattr(implementation._module(), "Descriptor", making)
     return described
 
 
@@ -430,6 +430,10 @@ def test_every_problem_has_a_configuration(capability: tuple[int, int] | None, e
             assert chosen.chunk in (32, 64, 128, 256)
             assert not chosen.tma or (described and chosen.chunk >= dim), "a descriptor's block has all dimensions"
             assert not chosen.early or capability == (9, 0), "measured there alone"
+        (_, sparse, dense), on_hopper = launches[:3], capability == (9, 0) and element_size == 2
+        assert sparse.config.tma == described
+        assert sparse.config.early == (on_hopper and dim <= 128)
+        assert dense.config.tma == (described and not 64 < dim <= 128)
 
 
 def test_what_is_described() -> None:
@@ -445,10 +449,31 @@ def test_what_is_described() -> None:
         x[:1].expand(2, -1, -1, -1),
         x[:, :, :0],
         torch.zeros(1, 1, 300, 36, dtype=torch.bfloat16),  # rows of 72 bytes
+        x.as_strided((1, 1, 300, 64), (64, 64, 8, 1)),  # rows that overlap
         x.transpose(2, 3).contiguous().transpose(2, 3),
     ):
         assert not implementation.is_described((9, 0), x, wrong)
         assert not implementation.is_described((9, 0), wrong, x)
+
+
+@pytest.mark.parametrize("newer_name", [False, True])
+def test_tf32_is_for_who_asks(newer_name: bool) -> None:
+    """By the newer name alone, `torch.get_float32_matmul_precision` raises; float32 only; and what was planned before is not used."""
+    inputs = SMALL.inputs()._replace(key=SMALL.inputs().key.float(), query=SMALL.inputs().query.float(), value=SMALL.inputs().value.float())
+    half = inputs._replace(query=inputs.query.half(), key=inputs.key.half(), value=inputs.value.half())
+    attend(inputs)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        if newer_name:
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+        else:
+            torch.set_float32_matmul_precision("high")
+        attend(inputs)
+        attend(half)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+        torch.set_float32_matmul_precision("highest")
+    assert [plan.steps[0].arguments["PRECISION"] for plan in implementation.plans.values()] == ["ieee", "tf32", "ieee"]
 
 
 def test_a_kind_of_call_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,7 +509,9 @@ def test_a_kind_of_call_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None
         inputs._replace(threshold=inputs.threshold.view(1)),
         inputs._replace(threshold=torch.cat([inputs.threshold.view(1)] * 2)[1]),  # four bytes on
         inputs._replace(attn_mask=torch.ones(520) > 0),
+        inputs._replace(attn_mask=torch.ones(520)),
         inputs._replace(query=inputs.query[:, :, :100]),
+        inputs._replace(query=inputs.query.half(), key=inputs.key.half(), value=inputs.value.half()),
     )
     for other in others:
         attend(other)

@@ -55,10 +55,10 @@ def is_described(capability: tuple[int, int] | None, *tensors: Tensor) -> bool:
 
 
 def is_describable(x: Tensor) -> bool:
-    """Whether the copy engine can address x: all in multiples of 16 bytes."""
+    """Whether the copy engine can address x: all in multiples of 16 bytes, and no row in another."""
     *outer, inner = x.stride()
     steps = all(step > 0 and step * x.element_size() % 16 == 0 for step in outer)
-    return steps and inner == 1 and x.data_ptr() % 16 == 0 and x.numel() > 0
+    return steps and inner == 1 and outer[-1] >= x.shape[-1] and x.data_ptr() % 16 == 0 and x.numel() > 0
 
 
 class Launch(NamedTuple):
@@ -96,17 +96,19 @@ def _capability(query: Tensor) -> tuple[int, int] | None:
 
 
 @cache
+def _module() -> Any:  # imports Triton
+    from skip_attn_compile.kernels import triton_kernel
+
+    return triton_kernel
+
+
 def _kernel() -> Any:  # a triton.JITFunction
-    from skip_attn_compile.kernels import triton_kernel
-
-    return triton_kernel.attention_kernel
+    return _module().attention_kernel
 
 
-@cache
-def _descriptor() -> Callable[..., Any]:
-    from skip_attn_compile.kernels import triton_kernel
-
-    return triton_kernel.Descriptor
+def _precision(query: Tensor) -> str:
+    """Of products. Asked of CUDA's own setting: torch.get_float32_matmul_precision() raises where that was set by its newer name."""
+    return "tf32" if query.element_size() == 4 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, threshold: Tensor, attn_mask: Tensor | None, query_mask: Tensor | None) -> bool:
@@ -174,9 +176,10 @@ def _launch(
     counts: Tensor,
     *options: Any,
 ) -> None:
-    """options: as of `_plan`."""
+    """out, lse, counts: as the operators allocate them, aligned. options: as of `_plan`, after `precision`."""
     given = query, key, value, threshold, attn_mask, query_mask
-    kind = *map(_layout, given), out.stride(), torch.get_float32_matmul_precision(), options
+    options = _precision(query), *options
+    kind = *map(_layout, given), out.stride(), options
     plan = plans.get(kind)
     if plan is None:
         if len(plans) >= PLANS_KEPT:
@@ -185,7 +188,7 @@ def _launch(
     counts.zero_()
     pointers = descriptors = key, value
     if plan.blocks is not None:
-        descriptors = tuple(_descriptor()(x, x.shape, x.stride(), block) for x, block in zip(pointers, plan.blocks, strict=True))
+        descriptors = tuple(_module().Descriptor(x, x.shape, x.stride(), block) for x, block in zip(pointers, plan.blocks, strict=True))
     rest = threshold, query if attn_mask is None else attn_mask, query if query_mask is None else query_mask, out, lse, counts
     elsewhere = query.is_cuda and query.get_device() != torch.cuda.current_device()
     with torch.cuda.device(query.device) if elsewhere else nullcontext():
@@ -194,12 +197,13 @@ def _launch(
 
 
 def _layout(x: Tensor | None) -> tuple[Any, ...] | None:
-    """All that a launch may depend on."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16)
+    """All that a launch may depend on, for an input."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16 == 0)
 
 
 class Step:
-    """A launch of the kernel. Triton is asked for the compiled kernel once, which takes six times as long as to start it."""
+    """A launch of the kernel. Triton is asked for the compiled kernel once, which takes six times as long as to start it; from then on it
+    does not look at what it looks at when asked (`pre_run_hooks`, its debug knob)."""
 
     def __init__(self, grid: tuple[int, int, int], arguments: dict[str, Any], config: Config) -> None:
         """arguments: of the kernel after its tensors, in its order."""
@@ -214,7 +218,7 @@ class Step:
         options = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
         compiled = _kernel()[self.grid](*tensors, **self.arguments, **options)
         if compiled is not None:  # None: in Triton's interpreter
-            self.start = compiled[self.grid]
+            self.start, self.arguments = compiled[self.grid], {}
 
 
 class Plan(NamedTuple):
@@ -236,13 +240,14 @@ def _plan(
     attn_mask: Tensor | None,
     query_mask: Tensor | None,
     out: Tensor,
+    precision: str,
     is_causal: bool,
     scale: float,
     tile_order: str,
     group: int,
     trials: int,
 ) -> Plan:
-    """group, trials: as GROUP and TRIALS of the kernel."""
+    """precision, group, trials: as PRECISION, GROUP and TRIALS of the kernel."""
     if not trials and not _fits(query, key, value, threshold, attn_mask, query_mask):
         check_inputs(query, key, value, threshold, attn_mask, query_mask)  # says what is wrong
         raise ValueError(f"attn_mask must be a key mask and head_dim at most {MAX_HEAD_DIM}")
@@ -292,7 +297,7 @@ def _plan(
             "BLOCK_DV": block_dv,
             "CHECK_D": head_dim % block_d != 0,
             "CHECK_DV": value_dim % block_dv != 0,
-            "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+            "PRECISION": precision,
             "TMA": chosen.tma,
             "EARLY": chosen.early,
         }
