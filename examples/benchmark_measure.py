@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend
 from benchmark_attention import ORDER, Shape, machine, time_in_turn
 from skip_attn_compile import ops
 from skip_attn_compile.calibrate import THRESHOLDS
-from skip_attn_compile.kernels import Implementation, Problem, implementations, triton
-from skip_attn_compile.kernels.triton import Config, Launch
+from skip_attn_compile.kernels import Implementation, Problem, implementations, triton, triton_table
+from skip_attn_compile.kernels.triton_table import Config, Launch
 from skip_attn_compile.results import empty_results
 
 SHAPES = ((24, 8192, 128), (24, 32768, 128), (24, 8192, 64), (24, 32768, 64))
@@ -78,11 +78,11 @@ def compare(shape: Measured, by: Implementation, rounds: int) -> None:
 
 
 def sweep(shape: Measured, rounds: int) -> None:
-    table = triton.measuring
+    table = triton_table.measuring
     for tile, order in TILES:
         for launch in CANDIDATES:
             if launch.config.block_q == tile[0]:
-                triton.measuring = lambda *_, launch=launch: (launch,)
+                triton_table.measuring = lambda *_, launch=launch: (launch,)
                 triton.plans.clear()
                 try:
                     (times,) = time_in_turn([shape.measurement(triton.IMPLEMENTATION, tile, order)], rounds, 0.0)
@@ -90,7 +90,7 @@ def sweep(shape: Measured, rounds: int) -> None:
                 except Exception as error:  # does not fit this GPU: Triton's OutOfResources is nothing more special
                     result = str(error).splitlines()[0]
                 finally:
-                    triton.measuring = table
+                    triton_table.measuring = table
                     triton.plans.clear()
                 print(f"  {tile[0]} x {tile[1]} {order}, vote {launch.vote}, {launch.config}: {result}", flush=True)
 

@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend
 
 from benchmark_attention import ORDER, Shape, machine, time_in_turn
 from skip_attn_compile import ops
-from skip_attn_compile.kernels import triton
-from skip_attn_compile.kernels.triton import Config
+from skip_attn_compile.kernels import triton, triton_table
+from skip_attn_compile.kernels.triton_table import Config
 
 SHAPES = ((24, 8192, 128), (24, 16384, 128), (24, 8192, 64), (24, 16384, 64))
 VOTING = tuple(
@@ -47,18 +47,18 @@ class TritonShape(Shape):
 @contextmanager
 def configuration(votes: bool, chosen: Config) -> Iterator[None]:
     """`chosen` in the launch that votes, or in the dense one; the other as in the table."""
-    table, is_described = triton.config, triton.is_described
+    table, is_described = triton_table.config, triton_table.is_described
 
     def config(capability: tuple[int, int] | None, element_size: int, dim: int, vote: bool, described: bool) -> Config:
-        return chosen if vote == votes else table(capability, element_size, dim, vote, described and capability == triton.HOPPER)
+        return chosen if vote == votes else table(capability, element_size, dim, vote, described and capability == triton_table.HOPPER)
 
-    triton.config = config
-    triton.is_described = lambda _, *tensors: all(map(triton.is_describable, tensors))  # on any GPU
+    triton_table.config = config
+    triton_table.is_described = lambda _, *tensors: all(map(triton_table.is_describable, tensors))  # on any GPU
     triton.plans.clear()
     try:
         yield
     finally:
-        triton.config, triton.is_described = table, is_described
+        triton_table.config, triton_table.is_described = table, is_described
         triton.plans.clear()
 
 

@@ -23,7 +23,8 @@ from checks import assert_within
 from models import dit, skip_config, tokens
 from skip_attn_compile import backend, kernels
 from skip_attn_compile.kernels import triton as implementation
-from skip_attn_compile.kernels.triton import Config, Launch
+from skip_attn_compile.kernels import triton_table as table
+from skip_attn_compile.kernels.triton_table import Config, Launch
 from skip_attn_compile.reference import reference_attention
 from skip_attn_compile.report import SiteReport
 from skip_attn_compile.results import empty_results
@@ -279,8 +280,8 @@ def set_config(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
     def chosen(*problem: object) -> Config:
         return config._replace(tma=config.tma and bool(problem[-1]))
 
-    monkeypatch.setattr(implementation, "config", chosen)
-    monkeypatch.setattr(implementation, "is_described", lambda _, *tensors: all(map(implementation.is_describable, tensors)))
+    monkeypatch.setattr(table, "config", chosen)
+    monkeypatch.setattr(table, "is_described", lambda _, *tensors: all(map(table.is_describable, tensors)))
 
 
 @pytest.mark.parametrize("case", [Case("head_dim_40", B=1, D=40, Dv=72), Case("head_dim_48", B=1, D=48, Dv=32, mask="key_bool")], ids=str)
@@ -305,7 +306,7 @@ def test_ways_to_load(case: Case, tma: bool, early: bool, monkeypatch: pytest.Mo
     set_config(monkeypatch, Config(64, 4, 2, 128, tma, early))
     described = spy_on_descriptors(monkeypatch)
     run_case(dataclasses.replace(case, tile_order=ORDERS[len(case.name) % 2]))
-    assert bool(described) == (tma and all(map(implementation.is_describable, case.inputs()[1:3])))
+    assert bool(described) == (tma and all(map(table.is_describable, case.inputs()[1:3])))
 
 
 @pytest.mark.parametrize("tile_q", [64, 128])
@@ -313,7 +314,7 @@ def test_ways_to_load(case: Case, tma: bool, early: bool, monkeypatch: pytest.Mo
 def test_ways_to_load_to_measure(mask: str, tile_q: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = Config(tile_q, 8, 2, 128, tma=True, early=tile_q == 64)
     set_config(monkeypatch, chosen)
-    monkeypatch.setattr(implementation, "measuring", lambda *problem: (Launch(problem[-2] or tile_q == 64, "all", chosen),))
+    monkeypatch.setattr(table, "measuring", lambda *problem: (Launch(problem[-2] or tile_q == 64, "all", chosen),))
     described = spy_on_descriptors(monkeypatch)
     check_measure(dataclasses.replace(SMALL, Hq=2, mask=mask, tile_order="own_first"), tile_q=tile_q)
     assert described
@@ -414,11 +415,11 @@ def test_serves_a_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_problem_has_a_configuration(capability: tuple[int, int] | None, element_size: int, described: bool) -> None:
     described = described and capability == (9, 0) and element_size == 2
     for dim in range(1, 257):
-        launches = [x for masked in (True, False) for x in implementation.attending(capability, element_size, dim, masked, described)]
+        launches = [x for masked in (True, False) for x in table.attending(capability, element_size, dim, masked, described)]
         assert [(x.vote, x.which) for x in launches] == [(True, "all"), (True, "sparse"), (False, "dense")]
         for tile_q in (64, 128):
-            (masked,) = implementation.measuring(capability, element_size, dim, tile_q, True, described)
-            (launch,) = implementation.measuring(capability, element_size, dim, tile_q, False, described)
+            (masked,) = table.measuring(capability, element_size, dim, tile_q, True, described)
+            (launch,) = table.measuring(capability, element_size, dim, tile_q, False, described)
             assert masked.vote, "V of a masked tile is not read"
             assert masked.config == launch.config
             assert launch.config.block_q == tile_q
@@ -439,10 +440,10 @@ def test_every_problem_has_a_configuration(capability: tuple[int, int] | None, e
 def test_what_is_described() -> None:
     """Only what the copy engine can address: multiples of 16 bytes; and on Hopper alone."""
     x = torch.zeros(2, 300, 4, 3 * 64, dtype=torch.bfloat16)[..., 64:128].transpose(1, 2)
-    assert implementation.is_described((9, 0), x, x)
-    assert implementation.is_described((9, 0), x, x[:, :, 3:])
-    assert not any(implementation.is_described(capability, x, x) for capability in (None, (8, 0), (8, 9), (10, 0), (12, 0)))
-    assert not implementation.is_described((9, 0), x.float(), x.float())
+    assert table.is_described((9, 0), x, x)
+    assert table.is_described((9, 0), x, x[:, :, 3:])
+    assert not any(table.is_described(capability, x, x) for capability in (None, (8, 0), (8, 9), (10, 0), (12, 0)))
+    assert not table.is_described((9, 0), x.float(), x.float())
     for wrong in (
         x[..., 1:],  # starts in the middle of 16 bytes
         x[..., ::2],
@@ -452,8 +453,8 @@ def test_what_is_described() -> None:
         x.as_strided((1, 1, 300, 64), (64, 64, 8, 1)),  # rows that overlap
         x.transpose(2, 3).contiguous().transpose(2, 3),
     ):
-        assert not implementation.is_described((9, 0), x, wrong)
-        assert not implementation.is_described((9, 0), wrong, x)
+        assert not table.is_described((9, 0), x, wrong)
+        assert not table.is_described((9, 0), wrong, x)
 
 
 @pytest.mark.parametrize("newer_name", [False, True])
