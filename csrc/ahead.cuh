@@ -61,11 +61,7 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
   }
 
   __device__ __forceinline__ uint32_t key_full(uint32_t position) const { return ptx::smem_address(&smem.key_full[position % Smem::kKeyStages]); }
-  // Held by the warp: from a thread's registers each descriptor takes R2UR, and Q K^T 290 cycles to issue instead of 160.
-  __device__ __forceinline__ typename Base::QkOperands next_operands(const Places& at) const {
-    const auto [q, k] = this->qk_operands(at.issue % Smem::kKeyStages);
-    return {ptx::uniform(q), ptx::uniform(k)};
-  }
+  __device__ __forceinline__ typename Base::QkOperands next_operands(const Places& at) const { return this->uniform_operands(at.issue % Smem::kKeyStages); }
   // The compiler sees that a vote is uniform: no reconvergence behind the branch.
   __device__ __forceinline__ bool is_cut_tile(const Places& at) const { return __any_sync(~0u, at.tile >= at.first_cut); }
   __device__ __forceinline__ void test_key(Places& at) const {

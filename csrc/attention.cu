@@ -177,9 +177,10 @@ void run(Params params, TensorView query, TensorView key, TensorView value, Opti
   const int64_t blocks = batch * heads * params.q_blocks;
   REQUIRE(blocks <= std::numeric_limits<int>::max() - (1 << 16), "batch * heads * ceil(rows / 128) must be below 2^31 - 2^16, got " << blocks);
   params.blocks = static_cast<int>(blocks);
-  const int places = multiprocessors(device) / params.cluster * params.cluster;
+  const bool could_share = !masked && !measures && !is_causal && params.threshold_stride == 0 && kv_len > 0;
+  const int places = could_share ? multiprocessors(device) / params.cluster * params.cluster : 0;
   params.all_draws = params.blocks + places;
-  params.shares_blocks = !masked && !measures && !is_causal && params.threshold_stride == 0 && blocks > places && kv_len > 0;
+  params.shares_blocks = could_share && blocks > places;
   const auto launch_typed = half ? (head_dim == 128 ? launch<ElementType::kFloat16, 128> : launch<ElementType::kFloat16, 64>)
                                  : (head_dim == 128 ? launch<ElementType::kBFloat16, 128> : launch<ElementType::kBFloat16, 64>);
   check_cuda(launch_typed(params, masked, measures, static_cast<unsigned>(params.shares_blocks ? places : params.blocks), device, stream), "launching the attention kernel");

@@ -17,7 +17,7 @@ constexpr float kBaseSlack = 8.f;  // log2 units, see `exp_base`
 template <typename Element, int kHeadDim, Loop kLoop>
 struct Consumer {
   using Smem = SharedMemory<Element, kHeadDim, kLoop>;
-  static constexpr bool kMasked = kLoop == Loop::kMasked, kHoldQuery = kLoop == Loop::kDense || (kLoop == Loop::kAhead && kHeadDim == 64);
+  static constexpr bool kMasked = kLoop == Loop::kMasked, kHoldQuery = !kMasked && kHeadDim == 64;
   static constexpr int kQueryPanelBytes = kGroupRows * kPanel * sizeof(Element);
 
   const Params& params;
@@ -73,7 +73,7 @@ struct Consumer {
 
   // ---- Q from shared memory to registers, as wgmma takes its A operand: a third less shared-memory traffic in Q K^T ----
   __device__ __forceinline__ void load_query() {
-    const uint32_t base = ptx::smem_address(smem.query(group));
+    const uint32_t base = ptx::smem_address(smem.query[group]);
     const int local = (thread / 32) * 16 + thread % 16;
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; ++d) {
@@ -87,7 +87,12 @@ struct Consumer {
     uint32_t q, k;
   };
   __device__ __forceinline__ QkOperands qk_operands(int stage) const {
-    return {ptx::descriptor(ptx::smem_address(smem.query(group)), 0), ptx::descriptor(ptx::smem_address(smem.key[stage]), 0)};
+    return {ptx::descriptor(ptx::smem_address(smem.query[group]), 0), ptx::descriptor(ptx::smem_address(smem.key[stage]), 0)};
+  }
+  // Held by the warp: from a thread's registers each descriptor takes R2UR, and Q K^T 290 cycles to issue instead of 160.
+  __device__ __forceinline__ QkOperands uniform_operands(int stage) const {
+    const auto [q, k] = qk_operands(stage);
+    return {ptx::uniform(q), ptx::uniform(k)};
   }
   __device__ __forceinline__ void qk_gemm(Scores& scores, int stage) { qk_gemm(scores, qk_operands(stage)); }
   __device__ __forceinline__ void qk_gemm(Scores& scores, const QkOperands& operands) {
@@ -192,20 +197,20 @@ struct Consumer {
   __device__ __forceinline__ float finite_base(int i) const { return kMasked && exp_base[i] == -kInfinity ? 0.f : exp_base[i]; }
 
   // ---- weights = exp(scores - base); `sum`: this thread's share of each row's ----
-  __device__ __forceinline__ void exponentiate(Scores& scores, Weights& weights, float (&sum)[2]) {
+  __device__ __forceinline__ void exponentiate(const Scores& scores, Weights& weights, float (&sum)[2]) const {
     const float base[2] = {finite_base(0), finite_base(1)};
     float part[2][2] = {};
 #pragma unroll
     for (int j = 0; j < kTileKeys / 8; ++j) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float* s = &scores[4 * j + 2 * i];
+        float weight[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          s[c] = ptx::exp2_approx(fmaf(s[c], unit, -base[i]));
-          part[i][c] += s[c];
+          weight[c] = ptx::exp2_approx(fmaf(scores[4 * j + 2 * i + c], unit, -base[i]));
+          part[i][c] += weight[c];
         }
-        weights[2 * j + i] = ptx::pack<Element>(s[0], s[1]);
+        weights[2 * j + i] = ptx::pack<Element>(weight[0], weight[1]);
       }
     }
 #pragma unroll
@@ -251,7 +256,7 @@ struct Consumer {
             *reinterpret_cast<const uint4*>(staged + (local * kChunks + (j ^ (local & 7))) * 16);
       }
     }
-    if constexpr (kLoop != Loop::kMasked) ptx::fence_copies();  // D = 128 or with votes: V or Q of the next block comes to the same place
+    if constexpr (!kMasked && !Smem::kOutputApart) ptx::fence_copies();  // Q or V of the next block comes to the same place
     if (!kMeasures && thread == 0) {
       int32_t* counts = params.counts + 2 * (int64_t{block.batch} * params.heads + block.head);
       if (!params.shares_blocks || counts != params.counts) atomicAdd(counts, visited);  // see blocks.cuh

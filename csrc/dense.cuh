@@ -1,14 +1,22 @@
-// The consumer where nothing is voted on: lambda = 0, and measurements without masks.
+// The consumer where nothing is skipped: lambda = 0, and measurements without masks.
+//
+// No maximum is looked for, but in the first tile and to measure. The exps of a tile are relative to the base of the tile before, and their sum tells whether it
+// is too low; then, a few times in a row's life, they are computed again. P V of the tile before runs beside the exps: two buffers of
+// weights take turns.
 #pragma once
 
 #include "consumer.cuh"
 #include "tally.cuh"
 
+// Of a thread's 32 weights of a row: one that is within the base's slack does not raise it.
+constexpr float kMostSum = kTileKeys / 4 * 256.f;
+static_assert(kBaseSlack == 8.f);
+
 template <typename Element, int kHeadDim, bool kMeasures>
 struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
   using Base = Consumer<Element, kHeadDim, Loop::kDense>;
   using Smem = typename Base::Smem;
-  using Base::exp_base, Base::exp_sum, Base::group, Base::lane, Base::out, Base::params, Base::row0, Base::smem, Base::unit;
+  using Base::exp_base, Base::exp_sum, Base::group, Base::kHoldQuery, Base::lane, Base::out, Base::params, Base::row0, Base::smem, Base::unit;
 
   struct Places {
     RingPlace<Smem::kKeyStages> key;      // of this tile
@@ -18,7 +26,8 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
   };
 
   typename Base::Scores scores;
-  typename Base::Weights weights;
+  static constexpr int kBuffers = kMeasures ? 1 : 2;  // to measure: no registers for two, so P V runs beside the maxima
+  typename Base::Weights weights[kBuffers];
   float running_max[2] = {-kInfinity, -kInfinity};  // to measure; raw scores
   std::conditional_t<kMeasures, Tally<Smem>, NoTally> tally;
   int partner_lane;           // the lane that releases to the other CTA of the cluster; 32: no lane
@@ -38,10 +47,13 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
     if (lane == partner_lane) ptx::mbarrier_arrive_cluster(barrier + partner_distance);
   }
 
-  // Uniform over the warp; true for the first tile, and for a NaN. No lane needs to know the others' maxima for it.
-  __device__ __forceinline__ bool exceeds_base(const float (&tile_max)[2]) const {
-    const bool below = (tile_max[0] * unit - exp_base[0] <= kBaseSlack) & (tile_max[1] * unit - exp_base[1] <= kBaseSlack);
-    return __any_sync(~0u, !below);
+  // ---- a measurement's look at a tile; the maxima need the other lanes only where one rises ----
+  __device__ __forceinline__ float look(const float (&tile_max)[2]) {
+    if (__any_sync(~0u, !(tile_max[0] <= running_max[0]) | !(tile_max[1] <= running_max[1]))) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) running_max[i] = ptx::max_nan(running_max[i], this->row_max(tile_max[i]));
+    }
+    return skip_distance(tile_max, running_max, this->row_votes, unit);
   }
 
   // ---- new bases; `rescale`: what was summed so far is to be multiplied with ----
@@ -55,27 +67,23 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
     }
   }
 
-  // ---- a measurement's look at a tile; the maxima need the other lanes only where one rises ----
-  __device__ __forceinline__ float look(const float (&tile_max)[2]) {
-    if (__any_sync(~0u, !(tile_max[0] <= running_max[0]) | !(tile_max[1] <= running_max[1]))) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) running_max[i] = ptx::max_nan(running_max[i], this->row_max(tile_max[i]));
-    }
-    return skip_distance(tile_max, running_max, this->row_votes, unit);
-  }
+  // Uniform over the warp; true for the first tile, and for a NaN. No lane needs to know what the others have.
+  __device__ __forceinline__ bool exceeds(const float (&x)[2], float limit) const { return __any_sync(~0u, !((x[0] <= limit) & (x[1] <= limit))); }
 
-  // ---- one key tile; kPending: P V of the tile before is due, and runs beside this Q K^T and its maxima ----
-  template <bool kPending>
+  // ---- one key tile, whose weights go to weights[kBuffer]; kPending: P V of the tile before is due ----
+  template <int kBuffer, bool kPending = true>
   __device__ __forceinline__ void step(Places& at, int tiles) {
+    constexpr bool kMaximaFirst = kMeasures || !kPending;  // the first tile raises the base anyway
     const int tile = at.tile;
     bool value_there = false;
     if constexpr (kPending) value_there = ptx::mbarrier_test(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity());
-    const uint32_t value = kPending ? ptx::uniform(this->value_operand(at.value.stage)) : 0;  // held by the warp, see ahead.cuh; for K it comes too late
+    const uint32_t value = kPending ? ptx::uniform(this->value_operand(at.value.stage)) : 0;
+    const auto operands = this->uniform_operands(at.key.stage);
     if (!at.key_there) ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity());
-    this->qk_gemm(scores, at.key.stage);
+    this->qk_gemm(scores, operands);
     if constexpr (kPending) {
       if (!value_there) ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity());
-      this->pv_gemm(weights, value);
+      this->pv_gemm(weights[(kBuffer + 1) % kBuffers], value);
     }
     // While the products run: all that would otherwise stand between them and the next ones.
     uint32_t key_empty = ptx::smem_address(&smem.key_empty[at.key.stage]), value_empty = ptx::smem_address(&smem.value_empty[at.value.stage]);
@@ -90,18 +98,38 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
     release(key_empty);
 
     this->mask_scores(scores, tile, cut != 0);
-    float tile_max[2], sum[2];
-    this->own_max(scores, tile_max);
-    if constexpr (kMeasures) tally.add(look(tile_max));
-    float rescale[2];
-    const bool raises = exceeds_base(tile_max);
-    if (raises) raise_base(tile_max, rescale);
-    // P V is over by now. Behind the branch, or the wait would be moved to before the maxima; all warps of the group must come to the same wait.
+    float tile_max[2], sum[2], rescale[2];
+    bool raises;
+    if constexpr (kMaximaFirst) {
+      this->own_max(scores, tile_max);
+      if constexpr (kMeasures) tally.add(look(tile_max));
+      const float above[2] = {tile_max[0] * unit - exp_base[0], tile_max[1] * unit - exp_base[1]};
+      raises = exceeds(above, kBaseSlack);
+      if (raises) raise_base(tile_max, rescale);
+    } else {
+      this->exponentiate(scores, weights[kBuffer % kBuffers], sum);
+      raises = exceeds(sum, kMostSum);
+      if (raises) {
+        this->own_max(scores, tile_max);
+        raise_base(tile_max, rescale);
+        this->exponentiate(scores, weights[kBuffer % kBuffers], sum);
+      }
+    }
+    // P V is over by now. Behind the branch, or the wait would be moved up; all warps of the group must come to the same wait.
     if constexpr (kPending) await_pv(value_empty);
     if (raises) this->rescale_out(rescale);
-    this->exponentiate(scores, weights, sum);
+    if constexpr (kMaximaFirst) this->exponentiate(scores, weights[kBuffer % kBuffers], sum);
     exp_sum[0] += sum[0];
     exp_sum[1] += sum[1];
+  }
+
+  // ---- P V of the last tile ----
+  template <int kBuffer>
+  __device__ __forceinline__ void finish(Places& at) {
+    ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity());
+    this->pv_gemm(weights[kBuffer % kBuffers], this->value_operand(at.value.stage));
+    await_pv(ptx::smem_address(&smem.value_empty[at.value.stage]));
+    at.value.advance();
   }
 
   __device__ __forceinline__ void await_pv(uint32_t value_empty) {
@@ -114,30 +142,36 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
     auto& progress = this->progress();
     const bool has_rows = row0 < params.q_len;
     this->await_query();
-    if (has_rows) this->load_query();
-    if constexpr (Smem::kQueryInRing) {
-      release(ptx::smem_address(&smem.query_free));
-    } else {
+    if constexpr (kHoldQuery) {
+      if (has_rows) this->load_query();
       this->release_query();
     }
     Places at{{0, progress.key_parities}, {0, progress.value_parities}, stream.start};
     if (!has_rows) {
       for (int n = 0; n < stream.tiles; ++n, at.key.advance(), at.value.advance()) pass_tile(at);
     } else if (stream.tiles > 0) {
-      step<false>(at, stream.tiles);
-      for (int left = stream.tiles - 1; left > 0; --left) step<true>(at, stream.tiles);
-      ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity());
-      this->pv_gemm(weights, this->value_operand(at.value.stage));
-      await_pv(ptx::smem_address(&smem.value_empty[at.value.stage]));
-      at.value.advance();
+      step<0, false>(at, stream.tiles);
+      for (int left = stream.tiles - 1;; left -= 2) {
+        if (left == 0) {
+          finish<0>(at);
+          break;
+        }
+        step<1>(at, stream.tiles);
+        if (left == 1) {
+          finish<1>(at);
+          break;
+        }
+        step<0>(at, stream.tiles);
+      }
       this->visited = stream.tiles;
     }
     progress.key_parities = at.key.parities;
     progress.value_parities = at.value.parities;
-    if constexpr (Smem::kQueryInRing) ptx::barrier_sync(kDone, kGroups * kWarpgroup);  // the output leaves through a buffer of the ring
     this->template store_output<kMeasures>();
-    if (has_rows) tally.store(params, this->block());
-    if constexpr (Smem::kQueryInRing) {
+    if constexpr (kMeasures) {
+      if (has_rows) tally.store(params, this->block());
+    }
+    if constexpr (!kHoldQuery) {
       __syncwarp();
       this->release_query();
     }
@@ -148,6 +182,7 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
     ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity());
     release(ptx::smem_address(&smem.key_empty[at.key.stage]));
     ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity());
+    __syncwarp();
     release(ptx::smem_address(&smem.value_empty[at.value.stage]));
   }
 };

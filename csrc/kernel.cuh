@@ -20,7 +20,7 @@ __device__ __forceinline__ void load_query(const Params& params, Smem& smem, con
     if (threadIdx.x % 32 == 0) {
       ptx::mbarrier_arrive_expect_bytes(full, sizeof(typename Smem::Query));
       for (int panel = 0; panel < Smem::kPanels; ++panel) {
-        ptx::tma_load(ptx::smem_address(smem.query(group)[panel]), &params.query_map, full, panel * kPanel, block.row0 + group * kGroupRows, block.head, block.batch);
+        ptx::tma_load(ptx::smem_address(smem.query[group][panel]), &params.query_map, full, panel * kPanel, block.row0 + group * kGroupRows, block.head, block.batch);
       }
     }
     __syncwarp();
@@ -81,7 +81,6 @@ __device__ __forceinline__ void load_values(const Params& params, Smem& smem) {
     const Block block(params, index);
     const Stream stream(params, smem, block.row0);
     value_at.stage = 0;
-    if (Smem::kQueryInRing) ptx::mbarrier_wait(ptx::smem_address(&smem.query_free), blocks % 2);
     int tile = stream.start;
 #pragma unroll 1
     for (int n = 0; n < stream.tiles; ++n, tile = tile + 1 == stream.tiles ? 0 : tile + 1) {
@@ -131,7 +130,6 @@ __device__ __forceinline__ void init_barriers(const Params& params, Smem& smem) 
     init(smem.query_full[g], 1);
     init(smem.query_empty[g], kConsumerWarps / kGroups);
   }
-  init(smem.query_free, sharers * kConsumerWarps);
   for (int s = 0; s < Smem::kKeyStages; ++s) {
     init(smem.key_full[s], 1);
     init(smem.key_empty[s], sharers * kConsumerWarps);

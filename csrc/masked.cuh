@@ -184,6 +184,8 @@ struct MaskedConsumer : Consumer<Element, kHeadDim, Loop::kMasked> {
     for (; position < stream.length; ++position, at.key.advance(), advance_value()) pass_tile(at, owes_value);
     if (take_turns && group == 0) ptx::barrier_sync(kTurn + 0, kGroups * kWarpgroup);  // takes the turn that nobody waits for
     this->template store_output<kMeasures>();
-    if (has_rows) tally.store(params, this->block());
+    if constexpr (kMeasures) {
+      if (has_rows) tally.store(params, this->block());
+    }
   }
 };

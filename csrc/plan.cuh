@@ -22,7 +22,7 @@ constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512 of the 
 __host__ __device__ constexpr int copy_keys(int panels) { return kTileKeys * panels / 2; }
 
 // Named barriers (0 is __syncthreads). Each consumer warpgroup has its own of each kind: id + group.
-enum NamedBarrier : int { kVote = 1, kTurn = 3, kDone = 5, kTally = 6, kStore = 8 };
+enum NamedBarrier : int { kVote = 1, kTurn = 3, kTally = 5, kStore = 7 };
 
 // The loop that a consumer runs: without votes (lambda = 0), with votes and Q K^T one tile ahead, or with votes and masks.
 enum class Loop { kDense, kAhead, kMasked };
@@ -32,27 +32,26 @@ enum class Loop { kDense, kAhead, kMasked };
 // `value` is a ring that both groups share. Not so in the ahead loop: there each group has one buffer of its own, into which a warp of the
 // producer loads V of the tiles that it keeps, after its vote, so a skipped tile costs no copy.
 //
-// Q lives in registers in the dense loop, and at D = 128 arrives through `value[2 + group]`; there the output leaves the same way. The others
-// have too few registers for it (ahead: at D = 128). D = 128, in 32 KB of the SM's 227: dense 3 of K + 4 of V, ahead 1 of Q + 4 of K + 2 of V, masked 1 + 3 + 3.
+// The output leaves through Q's place or, with votes, V's; at D = 64 the dense loop has room for both, and the next Q comes early.
+// D = 128, in 32 KB of the SM's 227: 1 of Q + 3 of K + 3 of V; ahead 1 + 4 + 2.
 template <typename Element_, int kHeadDim, Loop kLoop_>
 struct __align__(1024) SharedMemory {
   using Element = Element_;
   static constexpr Loop kLoop = kLoop_;
-  static constexpr bool kQueryInRing = kLoop == Loop::kDense && kHeadDim == 128;
+  static constexpr bool kOutputApart = kLoop == Loop::kDense && kHeadDim == 64;
   static constexpr int kPanels = kHeadDim / kPanel;
   static constexpr int kKeyStages = kHeadDim == 128 ? (kLoop == Loop::kAhead ? 4 : 3) : (kLoop == Loop::kAhead ? 8 : 4);
-  static constexpr int kValueStages = kLoop == Loop::kDense ? 2 * kGroups : kLoop == Loop::kAhead ? kGroups : 3;
+  static constexpr int kValueStages = kLoop == Loop::kAhead ? kGroups : kLoop == Loop::kDense && kHeadDim == 64 ? 4 : 3;
   static constexpr int kBlockReaders = kConsumerWarps + (kLoop == Loop::kDense ? 1 : kLoop == Loop::kAhead ? kGroups : 0);  // warps: the consumers', and those that load V alone
   using Query = Element[kPanels][kGroupRows][kPanel];
   using Tile = Element[kPanels][kTileKeys][kPanel];
 
   Tile key[kKeyStages];
   Tile value[kValueStages];
-  Query own_query[kQueryInRing ? 0 : kGroups];
-  Query own_output[kLoop == Loop::kDense && !kQueryInRing ? kGroups : 0];
+  Query query[kGroups];
+  Query own_output[kOutputApart ? kGroups : 0];
   uint64_t query_full[kGroups];
   uint64_t query_empty[kGroups];             // the next block's may come
-  uint64_t query_free;                       // in the ring: both groups hold their query in registers
   uint64_t key_full[kKeyStages];
   uint64_t key_empty[kKeyStages];
   uint64_t value_full[kValueStages];
@@ -67,21 +66,14 @@ struct __align__(1024) SharedMemory {
   uint32_t nearest[2][kConsumerWarps];       // see tally.cuh
   uint32_t nearest_of_first[8];              // more tiles than a group can be ahead of the other
 
-  __device__ __forceinline__ Query& query(int group) {
-    if constexpr (kQueryInRing) {
-      return reinterpret_cast<Query&>(value[kGroups + group]);
-    } else {
-      return own_query[group];
-    }
-  }
   // Where the output passes through: free once the group's last product is done.
   __device__ __forceinline__ void* output(int group) {
-    if constexpr (kLoop == Loop::kDense && !kQueryInRing) {
+    if constexpr (kOutputApart) {
       return own_output[group];
     } else if constexpr (kLoop == Loop::kAhead) {
       return value[group];
     } else {
-      return query(group);
+      return query[group];
     }
   }
 };

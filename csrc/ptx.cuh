@@ -93,7 +93,7 @@ __device__ __forceinline__ bool barrier_any(int id, int threads, bool mine) { re
 // ---- copies ----
 
 // What this thread read and wrote in shared memory before comes before what the copy engine writes there, once it is told to.
-__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Load a box of a rank-4 tensor map into shared memory; elements outside the tensor arrive as zeros. Coordinates innermost first.
 __device__ __forceinline__ void tma_load(uint32_t target_smem, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3) {

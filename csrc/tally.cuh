@@ -73,5 +73,4 @@ struct Tally {
 struct NoTally {
   template <typename Smem>
   __device__ __forceinline__ NoTally(const Params&, Smem&, bool) {}
-  __device__ __forceinline__ void store(const Params&, const Block&) const {}
 };

@@ -75,7 +75,7 @@ def tile_gap(tile_max, m_new, unit):
     return tl.max(tl.where(tile_max == NONE, NONE, gap))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "kv_heads", "q_len", "kv_len", "threshold_stride"])  # or each length is compiled for
 def attention_kernel(
     query,  # [B, Hq, Sq, D]
     key,  # [B, Hkv, Skv, D]; where TMA, its descriptor, with blocks of [1, 1, TILE_K, BLOCK_D]
