@@ -22,10 +22,9 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
   using Base::exp_base, Base::exp_sum, Base::group, Base::kHoldQuery, Base::lane, Base::out, Base::params, Base::row0, Base::row_votes, Base::skipped, Base::smem, Base::unit;
 
   struct Places {
-    int tile, tiles, first_cut;  // the tile looked at next, of so many, of which those from `first_cut` on are cut
-    uint32_t issue, end;         // position of the next Q K^T, and that after the group's last tile
+    uint32_t issue, end;     // position of the next Q K^T, and that after the group's last tile
     uint32_t value_parity;
-    bool key_there = false;      // K of the next Q K^T
+    bool key_there = false;  // K of the next Q K^T
   };
 
   Scores scores[2];
@@ -33,16 +32,13 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
   float running_max[2];   // of the tiles kept; raw scores
   float cutoff[2];        // running_max + ln(lambda)
   bool rises;             // uniform over the warp: the tile raises some running maximum
-  int voters[2];          // row_votes
   const float threshold;  // ln(lambda), in units of raw scores
 
   __device__ __forceinline__ AheadConsumer(const Params& params, Smem& smem, const Block& block, int group, float log2_threshold)
       : Base(params, smem, block, group), threshold(log2_threshold / params.scale_log2) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      running_max[i] = -FLT_MAX;  // not -inf: a row without a key in the tile does not object to it
-      voters[i] = row_votes[i];
-      asm volatile("" : "+r"(voters[i]));  // or it is computed again in each step, from the thread's number on
+      running_max[i] = kNoMax;  // not -inf: a row without a key in the tile does not object to it
     }
   }
 
@@ -52,7 +48,7 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
   // maximum stays. That in turn holds iff it holds for each lane's own part of the row, so no shuffle and no exp is needed. A NaN makes
   // it false, so its row objects. Rows past the end have no vote.
   __device__ __forceinline__ bool skip_vote() const {
-    const bool agree = ((voters[0] == 0) | (tile_max[0] < cutoff[0])) & ((voters[1] == 0) | (tile_max[1] < cutoff[1]));
+    const bool agree = ((row_votes[0] == 0) | (tile_max[0] < cutoff[0])) & ((row_votes[1] == 0) | (tile_max[1] < cutoff[1]));
     return ptx::barrier_all(kVote + group, kVoters, agree);
   }
 
@@ -62,8 +58,6 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
 
   __device__ __forceinline__ uint32_t key_full(uint32_t position) const { return ptx::smem_address(&smem.key_full[position % Smem::kKeyStages]); }
   __device__ __forceinline__ typename Base::QkOperands next_operands(const Places& at) const { return this->uniform_operands(at.issue % Smem::kKeyStages); }
-  // The compiler sees that a vote is uniform: no reconvergence behind the branch.
-  __device__ __forceinline__ bool is_cut_tile(const Places& at) const { return __any_sync(~0u, at.tile >= at.first_cut); }
   __device__ __forceinline__ void test_key(Places& at) const {
     at.key_there = ptx::mbarrier_test(key_full(at.issue), at.issue / Smem::kKeyStages % 2);
   }
@@ -76,12 +70,18 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
     ++at.issue;
   }
 
-  // ---- the scores of a tile are there ----
+  // ---- the scores of the tile at `position` are there; its K is handed back ----
+  template <int kBuffer>
+  __device__ __forceinline__ void take(uint32_t position, int found) {
+    ptx::pin(scores[kBuffer]);
+    if (this->is_cut(found)) this->mask_scores(scores[kBuffer], found, position % Smem::kKeyStages);
+    release(position);
+  }
+
   // As integers, floats are in order if the largest is not negative, and VIMNMX3 takes as long for three as FMNMX for two. Where all of a
   // thread's are negative the result is too small; that matters only if a negative maximum can object.
   template <int kBuffer>
-  __device__ __forceinline__ void look(const Places& at, bool cut) {
-    if (cut) this->mask_scores(scores[kBuffer], at.tile, true);
+  __device__ __forceinline__ void look() {
     int wrong = 0;  // negative: that
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -152,13 +152,13 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
     Weights weights;
     softmax_step<kBuffer>(weights);
     const uint32_t value = ptx::uniform(this->value_operand(group));
-    const bool cut = is_cut_tile(at);
+    const int found = this->read_tile((at.issue - 1) % Smem::kKeyStages);
     await_qk_and_value(at, weights[20] >> 31);
     ptx::pin(scores[kBuffer ^ 1]);
     this->pv_gemm(weights, value);
-    release(at.issue - 1);
+    take<kBuffer ^ 1>(at.issue - 1, found);
     test_key(at);
-    look<kBuffer ^ 1>(at, cut);
+    look<kBuffer ^ 1>();
     if (rises) look_again<kBuffer ^ 1>();
     const auto operands = next_operands(at);
     await_pv();  // behind the branch, as above
@@ -169,12 +169,11 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
   template <int kBuffer>
   __device__ __forceinline__ void skip(Places& at) {
     ++skipped;
-    const bool cut = is_cut_tile(at);
+    const int found = this->read_tile((at.issue - 1) % Smem::kKeyStages);
     issue_qk<kBuffer>(at, next_operands(at));
     ptx::wgmma_wait<1>();
-    ptx::pin(scores[kBuffer ^ 1]);
-    release(at.issue - 2);
-    look<kBuffer ^ 1>(at, cut);
+    take<kBuffer ^ 1>(at.issue - 2, found);
+    look<kBuffer ^ 1>();
     if (rises) look_again<kBuffer ^ 1>();
   }
 
@@ -183,7 +182,6 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
   __device__ __forceinline__ bool turn(Places& at) {
     test_key(at);
     const bool skips = skip_vote();
-    at.tile = at.tile + 1 == at.tiles ? 0 : at.tile + 1;
     if (skips) {
       skip<kBuffer>(at);
     } else {
@@ -220,23 +218,23 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
     const uint32_t begin = stream_begin + stream.begin(group), end = has_rows ? begin + stream.tiles : begin;
     __syncwarp();
     progress.tiles = stream_end;
+    if (this->thread == 0) progress.visited = stream.tiles, progress.empty = 0;
     for (uint32_t position = stream_begin; position < begin; ++position) pass_tile(position);
     this->await_query();
     if (begin < end) {
-      const int whole = params.is_causal ? min(params.kv_len, row0 + 1) : params.kv_len;
-      Places at{stream.tile(stream.begin(group)), stream.tiles, whole / kTileKeys, begin, end, progress.value_parities};
+      Places at{begin, end, progress.value_parities};
       if constexpr (kHoldQuery) {
         this->load_query();
         this->release_query();
       }
       issue_qk<0>(at, next_operands(at));
       issue_qk<1>(at, next_operands(at));
+      const int found = this->read_tile(begin % Smem::kKeyStages);
       ptx::wgmma_wait<1>();
-      ptx::pin(scores[0]);
-      release(begin);
-      look<0>(at, is_cut_tile(at));
+      take<0>(begin, found);
+      look<0>();
       look_again<0>();
-      if (stream.tiles == 1) {
+      if (at.issue > at.end) {  // one tile
         finish<0>(at);
       } else {
         while (true) {
@@ -252,11 +250,10 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
       }
       if constexpr (!kHoldQuery) this->release_query();  // inside `finish`, beside P V, it costs registers that serialise all products
       progress.value_parities = at.value_parity;
-      this->visited = stream.tiles;
     } else {
       this->release_query();
     }
-    for (uint32_t position = end; position < stream_end; ++position) pass_tile(position);
+    for (uint32_t position = end, last = progress.tiles; position < last; ++position) pass_tile(position);
     this->store_output();
   }
 };
@@ -267,11 +264,11 @@ __device__ __forceinline__ void load_kept_values(const Params& params, Smem& sme
   uint32_t blocks = 0;
   for (int index; (index = receive_block(smem, blocks)) >= 0; ++blocks) {
     const Block block(params, index);
-    const Stream stream(params, smem, block.row0);
+    const Stream stream(params, smem, block);
     const int tiles = block.row0 + group * kGroupRows < params.q_len ? stream.tiles : 0;
-    int tile = stream.tile(stream.begin(group));
+    int tile = group == 0 ? stream.first[0] : stream.first[1];
 #pragma unroll 1
-    for (int n = 0; n < tiles; ++n, tile = tile + 1 == stream.tiles ? 0 : tile + 1) {
+    for (int n = 0; n < tiles; ++n, tile = stream.keys.next(smem, tile)) {
       const bool skips = ptx::barrier_all(kVote + group, kVoters, true);
       if (!skips && threadIdx.x % 32 == 0) load_tile(smem.value[group], &params.value_map, smem.value_full[group], tile, block);
       __syncwarp();

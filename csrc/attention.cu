@@ -8,6 +8,7 @@
 #include <tvm/ffi/optional.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "launch.h"
@@ -100,6 +101,8 @@ void describe_mask(Params& params, const TensorView& mask, int batch) {
   params.mask = data(mask);
   params.mask_stride_key = rank >= 1 && mask.size(rank - 1) > 1 ? mask.stride(rank - 1) : 0;
   params.mask_stride_batch = rank == 4 && mask.size(0) > 1 ? mask.stride(0) : 0;
+  params.mask_items = params.mask_stride_batch != 0 ? batch : 1;
+  REQUIRE(params.tiles <= 32 * kTileWords, "with an attn_mask, at most " << 32 * kTileWords * kTileKeys << " keys, got " << params.kv_len << "; use implementation=\"triton\"");
 }
 
 void describe_query_mask(Params& params, const TensorView& mask, int batch) {
@@ -162,28 +165,27 @@ void run(Params params, TensorView query, TensorView key, TensorView value, Opti
   params.tiles_per_half_row = static_cast<double>(kv_len) / (2. * static_cast<double>(q_len) * kTileKeys);
   params.is_causal = is_causal;
   params.own_first = own_first;
-  params.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
+  // The loops take the largest raw score for the largest score: a scale that is not positive is applied before, to the raw scores.
+  params.sign = static_cast<float>((scale > 0) - (scale < 0));
+  params.scale_log2 = scale == 0 ? 1.f : static_cast<float>(std::abs(scale) * 1.4426950408889634);
+  params.bias_unit = 1.4426950408889634f / params.scale_log2;
   if (attn_mask.has_value()) describe_mask(params, attn_mask.value(), static_cast<int>(batch));
   if (query_mask.has_value()) describe_query_mask(params, query_mask.value(), static_cast<int>(batch));
-  // A scale that is not positive breaks "the largest raw score is the largest score"; the masked kernel scales first. And a measurement's
-  // dense loop takes both groups through the same tiles at once.
-  const bool apart = measures && own_first && !params.wide && q_len != kv_len;
-  const bool masked = attn_mask.has_value() || query_mask.has_value() || !(params.scale_log2 > 0.f) || apart;
-
   // Without votes a pair of CTAs shares copies (see load.cuh); an odd number of blocks costs an idle one in each head.
   const int64_t q_blocks = (q_len + kBlockRows - 1) / kBlockRows;
-  params.cluster = !masked && !measures && !is_causal && (q_blocks % 2 == 0 || q_blocks > 16) ? 2 : 1;
+  params.cluster = !attn_mask.has_value() && !measures && !is_causal && (q_blocks % 2 == 0 || q_blocks > 16) ? 2 : 1;
   params.q_blocks = static_cast<int>((q_blocks + params.cluster - 1) / params.cluster * params.cluster);
   const int64_t blocks = batch * heads * params.q_blocks;
   REQUIRE(blocks <= std::numeric_limits<int>::max() - (1 << 16), "batch * heads * ceil(rows / 128) must be below 2^31 - 2^16, got " << blocks);
   params.blocks = static_cast<int>(blocks);
-  const bool could_share = !masked && !measures && !is_causal && params.threshold_stride == 0 && kv_len > 0;
+  const bool marks_fit = !attn_mask.has_value() || params.mask_items * ((params.tiles + 31) / 32) <= kTileWords;
+  const bool could_share = marks_fit && !query_mask.has_value() && !measures && !is_causal && params.threshold_stride == 0 && kv_len > 0;
   const int places = could_share ? multiprocessors(device) / params.cluster * params.cluster : 0;
   params.all_draws = params.blocks + places;
   params.shares_blocks = could_share && blocks > places;
   const auto launch_typed = half ? (head_dim == 128 ? launch<ElementType::kFloat16, 128> : launch<ElementType::kFloat16, 64>)
                                  : (head_dim == 128 ? launch<ElementType::kBFloat16, 128> : launch<ElementType::kBFloat16, 64>);
-  check_cuda(launch_typed(params, masked, measures, static_cast<unsigned>(params.shares_blocks ? places : params.blocks), device, stream), "launching the attention kernel");
+  check_cuda(launch_typed(params, measures, static_cast<unsigned>(params.shares_blocks ? places : params.blocks), device, stream), "launching the attention kernel");
 }
 
 // As above, with threshold float32 [] or [B], and lse float32 [B,Hq,Sq], contiguous, written too.

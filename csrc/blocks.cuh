@@ -44,13 +44,12 @@ struct BlockSource {
     }
     __syncwarp();
     ++taken;
-    if (Smem::kLoop == Loop::kMasked) return taken == 1 ? static_cast<int>(blockIdx.x) : -1;  // known to be the same for all without a register
     return read_block(smem, taken - 1);
   }
 
  private:
   __device__ __forceinline__ int take() {
-    if (Smem::kLoop == Loop::kMasked || !params.shares_blocks) return taken == 0 ? static_cast<int>(blockIdx.x) : -1;
+    if (!params.shares_blocks) return taken == 0 ? static_cast<int>(blockIdx.x) : -1;
     const int sharers = ::sharers<Smem>(params);
     const uint32_t slot = taken % 2, turn = taken / 2 % 2;
     const uint32_t peer_block = ptx::smem_address(&smem.peer_block[slot]), peer_full = ptx::smem_address(&smem.peer_block_full[slot]);
@@ -71,7 +70,14 @@ struct BlockSource {
   // puts there what belongs there.
   __device__ __forceinline__ int draw(int sharers) const {
     const int block = atomicAdd(params.counts, sharers);
-    if (block + sharers == params.all_draws) *params.counts = (params.q_len + kGroupRows - 1) / kGroupRows * params.tiles;
+    if (block + sharers == params.all_draws) {
+      int tiles = params.tiles;
+      if (params.mask != nullptr) {
+        tiles = 0;
+        for (int word = 0; 32 * word < params.tiles; ++word) tiles += __popc(smem.tile_bits[word]);  // of the first batch item
+      }
+      *params.counts = (params.q_len + kGroupRows - 1) / kGroupRows * tiles;
+    }
     return block < params.blocks ? block : -1;
   }
 };

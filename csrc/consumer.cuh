@@ -13,11 +13,12 @@ constexpr float kInfinity = __builtin_huge_valf();
 constexpr float kLn2 = 0.693147180559945f;
 constexpr float kLog2e = 1.442695040888963f;
 constexpr float kBaseSlack = 8.f;  // log2 units, see `exp_base`
+constexpr float kNoMax = -1e30f;   // of a row without a key so far: below every score, and finite, so that what is -inf stays so relative to it
 
 template <typename Element, int kHeadDim, Loop kLoop>
 struct Consumer {
   using Smem = SharedMemory<Element, kHeadDim, kLoop>;
-  static constexpr bool kMasked = kLoop == Loop::kMasked, kHoldQuery = !kMasked && kHeadDim == 64;
+  static constexpr bool kHoldQuery = kHeadDim == 64;
   static constexpr int kQueryPanelBytes = kGroupRows * kPanel * sizeof(Element);
 
   const Params& params;
@@ -35,28 +36,29 @@ struct Consumer {
 
   // What the exps of a row are relative to, log2 units: its maximum so far, or up to 2^8 below it. While the maximum stays within that,
   // nothing is rescaled. The quotient out / sum is the same, 16-bit weights of up to 2^8 are as precise as those of up to 1, and out,
-  // 64 registers, is rarely multiplied. -inf: no key so far.
+  // 64 registers, is rarely multiplied.
   float exp_base[2];
   float exp_sum[2];                 // this thread's share
-  bool row_votes[2];
+  int row_votes[2];                 // bool
   float unit;                       // from raw scores to log2 units
-  int visited = 0, skipped = 0;
+  int skipped = 0;
 
   __device__ __forceinline__ Consumer(const Params& params, Smem& smem, const Block& block, int group)
       : params(params), smem(smem), row0(block.row0 + group * kGroupRows), group(group), thread(threadIdx.x % kWarpgroup) {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) out[i] = 0.f;
-    unit = kMasked ? 1.f : params.scale_log2;
+    unit = params.scale_log2;
     lane = thread % 32;
-    if constexpr (!kMasked) asm volatile("" : "+r"(lane));  // or it is computed again at each use
+    asm volatile("" : "+r"(lane));  // or it is computed again at each use
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      exp_base[i] = -kInfinity;
+      exp_base[i] = kNoMax;
       exp_sum[i] = 0.f;
       row_votes[i] = row(i) < params.q_len;
-      if (kMasked && row_votes[i] && params.query_mask != nullptr) {
+      if (row_votes[i] && params.query_mask != nullptr) {
         row_votes[i] = params.query_mask[block.batch * params.query_mask_stride_batch + row(i) * params.query_mask_stride_row] != 0;
       }
+      asm volatile("" : "+r"(row_votes[i]));  // or it is computed again in each step, from the thread's number on
     }
   }
 
@@ -120,37 +122,35 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // Whether some score of the tile does not take part because of its place.
-  __device__ __forceinline__ bool is_cut(int tile) const {
-    const int end = (tile + 1) * kTileKeys;
-    return end > params.kv_len || (params.is_causal && end > row0 + 1);
-  }
+  // What the buffer of K holds. Until it is handed back.
+  __device__ __forceinline__ int read_tile(int stage) const { return *const_cast<const volatile int*>(&smem.key_tile[stage]); }
+  // The compiler sees that a vote is uniform: no reconvergence behind the branch.
+  __device__ __forceinline__ bool is_cut(int found) const { return __any_sync(~0u, found < 0); }
 
-  // ---- -inf where a score does not take part; masked kernel: scale, and add the key mask ----
-  __device__ __forceinline__ void mask_scores(Scores& scores, int tile, bool cut) {
-    const int column0 = 2 * (thread % 4);
-    if constexpr (kMasked) {
+  // ---- a tile some of whose scores do not take part, or are not those of a positive scale; `found`, by all of the group ----
+  __device__ __forceinline__ void mask_scores(Scores& scores, int found, int stage) {
+    const int column0 = 2 * (thread % 4), key0 = ~found * kTileKeys + column0;
 #pragma unroll
-      for (int j = 0; j < kTileKeys / 8; ++j) {
-        const float2 bias = *reinterpret_cast<const float2*>(&smem.key_bias[group][8 * j + column0]);
+    for (int j = 0; j < kTileKeys / 8; ++j) {
+      const float2 bias = ptx::load_pair(&smem.key_bias[stage][8 * j + column0]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float b = i % 2 == 0 ? bias.x : bias.y;
-          scores[4 * j + i] = b == -kInfinity ? -kInfinity : fmaf(scores[4 * j + i], params.scale_log2, b);
-        }
+      for (int i = 0; i < 4; ++i) {
+        const float b = i % 2 == 0 ? bias.x : bias.y;
+        const bool seen = !params.is_causal || key0 + 8 * j + i % 2 <= row(i / 2);
+        float& s = scores[4 * j + i];
+        asm volatile("{ .reg .pred p; fma.rn.f32 %0, %0, %1, %2; setp.eq.f32 p, %2, 0fFF800000; @p mov.f32 %0, 0fFF800000; }" : "+f"(s) : "f"(params.sign), "f"(b));
+        if (!seen) s = -kInfinity;
       }
     }
-    const int key0 = tile * kTileKeys;
-    if (cut) {
+    // Both together may leave nothing of a tile, which then counts as nothing.
+    if (params.is_causal && params.mask != nullptr) {
+      bool any = false;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int limit = (params.is_causal ? min(params.kv_len, row(i) + 1) : params.kv_len) - key0 - column0;
 #pragma unroll
-        for (int j = 0; j < kTileKeys / 8; ++j) {
-          if (8 * j >= limit) scores[4 * j + 2 * i] = -kInfinity;
-          if (8 * j + 1 >= limit) scores[4 * j + 2 * i + 1] = -kInfinity;
-        }
+        for (int j = 0; j < kTileKeys / 8; ++j) any |= row_votes[i] && (scores[4 * j + 2 * i] != -kInfinity || scores[4 * j + 2 * i + 1] != -kInfinity);
       }
+      if (!ptx::barrier_any(kStore + group, kWarpgroup, any) && thread == 0) ++progress().empty;
     }
   }
 
@@ -193,12 +193,8 @@ struct Consumer {
     return ptx::max_nan(x, __shfl_xor_sync(~0u, x, 2));
   }
 
-  // Masked kernel: a row without a key so far has no base.
-  __device__ __forceinline__ float finite_base(int i) const { return kMasked && exp_base[i] == -kInfinity ? 0.f : exp_base[i]; }
-
   // ---- weights = exp(scores - base); `sum`: this thread's share of each row's ----
   __device__ __forceinline__ void exponentiate(const Scores& scores, Weights& weights, float (&sum)[2]) const {
-    const float base[2] = {finite_base(0), finite_base(1)};
     float part[2][2] = {};
 #pragma unroll
     for (int j = 0; j < kTileKeys / 8; ++j) {
@@ -207,7 +203,7 @@ struct Consumer {
         float weight[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          weight[c] = ptx::exp2_approx(fmaf(scores[4 * j + 2 * i + c], unit, -base[i]));
+          weight[c] = ptx::exp2_approx(fmaf(scores[4 * j + 2 * i + c], unit, -exp_base[i]));
           part[i][c] += weight[c];
         }
         weights[2 * j + i] = ptx::pack<Element>(weight[0], weight[1]);
@@ -237,7 +233,7 @@ struct Consumer {
       float sum = exp_sum[i];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const bool zero = exp_base[i] == -kInfinity || !row_votes[i];
+      const bool zero = sum == 0.f || !row_votes[i];
       const float inverse = 1.f / sum;
       const int local = row(i) - row0;
 #pragma unroll
@@ -256,11 +252,13 @@ struct Consumer {
             *reinterpret_cast<const uint4*>(staged + (local * kChunks + (j ^ (local & 7))) * 16);
       }
     }
-    if constexpr (!kMasked && !Smem::kOutputApart) ptx::fence_copies();  // Q or V of the next block comes to the same place
-    if (!kMeasures && thread == 0) {
+    if constexpr (!Smem::kOutputApart) ptx::fence_copies();  // Q or V of the next block comes to the same place
+    if (kMeasures || (params.query_mask != nullptr && !ptx::barrier_any(kStore + group, kWarpgroup, row_votes[0] || row_votes[1]))) return;
+    if (thread == 0) {
+      const int visited = progress().visited - progress().empty, voted_out = skipped - progress().empty;  // nothing objects to an empty one
       int32_t* counts = params.counts + 2 * (int64_t{block.batch} * params.heads + block.head);
       if (!params.shares_blocks || counts != params.counts) atomicAdd(counts, visited);  // see blocks.cuh
-      if (skipped > 0) atomicAdd(counts + 1, skipped);
+      if (voted_out > 0) atomicAdd(counts + 1, voted_out);
     }
   }
 };

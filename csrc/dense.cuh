@@ -21,14 +21,13 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
   struct Places {
     RingPlace<Smem::kKeyStages> key;      // of this tile
     RingPlace<Smem::kValueStages> value;  // of the tile before, whose P V is due
-    int tile;
     bool key_there = false;
   };
 
   typename Base::Scores scores;
   static constexpr int kBuffers = kMeasures ? 1 : 2;  // to measure: no registers for two, so P V runs beside the maxima
   typename Base::Weights weights[kBuffers];
-  float running_max[2] = {-kInfinity, -kInfinity};  // to measure; raw scores
+  float running_max[2] = {kNoMax, kNoMax};  // to measure; raw scores
   std::conditional_t<kMeasures, Tally<Smem>, NoTally> tally;
   int partner_lane;           // the lane that releases to the other CTA of the cluster; 32: no lane
   uint32_t partner_distance;  // from an address of this CTA to the same place in the other
@@ -72,14 +71,15 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
 
   // ---- one key tile, whose weights go to weights[kBuffer]; kPending: P V of the tile before is due ----
   template <int kBuffer, bool kPending = true>
-  __device__ __forceinline__ void step(Places& at, int tiles) {
+  __device__ __forceinline__ void step(Places& at) {
     constexpr bool kMaximaFirst = kMeasures || !kPending;  // the first tile raises the base anyway
-    const int tile = at.tile;
     bool value_there = false;
     if constexpr (kPending) value_there = ptx::mbarrier_test(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity());
     const uint32_t value = kPending ? ptx::uniform(this->value_operand(at.value.stage)) : 0;
     const auto operands = this->uniform_operands(at.key.stage);
     if (!at.key_there) ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity());
+    const int stage = at.key.stage;
+    int found = this->read_tile(stage);
     this->qk_gemm(scores, operands);
     if constexpr (kPending) {
       if (!value_there) ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity());
@@ -87,17 +87,15 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
     }
     // While the products run: all that would otherwise stand between them and the next ones.
     uint32_t key_empty = ptx::smem_address(&smem.key_empty[at.key.stage]), value_empty = ptx::smem_address(&smem.value_empty[at.value.stage]);
-    int cut = this->is_cut(tile);
     at.key.advance();
     if constexpr (kPending) at.value.advance();
-    at.tile = tile + 1 == tiles ? 0 : tile + 1;
-    asm volatile("" : "+r"(key_empty), "+r"(value_empty), "+r"(cut), "+r"(at.key.stage), "+r"(at.key.parities), "+r"(at.tile));
+    asm volatile("" : "+r"(key_empty), "+r"(value_empty), "+r"(found), "+r"(at.key.stage), "+r"(at.key.parities));
     at.key_there = ptx::mbarrier_test(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity());
     ptx::wgmma_wait<kPending ? 1 : 0>();
     ptx::pin(scores);
+    if (this->is_cut(found)) this->mask_scores(scores, found, stage);
     release(key_empty);
 
-    this->mask_scores(scores, tile, cut != 0);
     float tile_max[2], sum[2], rescale[2];
     bool raises;
     if constexpr (kMaximaFirst) {
@@ -146,25 +144,30 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
       if (has_rows) this->load_query();
       this->release_query();
     }
-    Places at{{0, progress.key_parities}, {0, progress.value_parities}, stream.start};
-    if (!has_rows) {
-      for (int n = 0; n < stream.tiles; ++n, at.key.advance(), at.value.advance()) pass_tile(at);
-    } else if (stream.tiles > 0) {
-      step<0, false>(at, stream.tiles);
-      for (int left = stream.tiles - 1;; left -= 2) {
+    Places at{{0, progress.key_parities}, {0, progress.value_parities}};
+    const int begin = stream.begin(group), tiles = has_rows ? stream.tiles : 0;
+    const auto pass_tiles = [&](int count) {
+      for (int n = 0; n < count; ++n, at.key.advance(), at.value.advance()) pass_tile(at);
+    };
+    if (this->thread == 0) progress.visited = tiles, progress.empty = 0;
+    pass_tiles(begin);
+    if (tiles > 0) {
+      step<0, false>(at);
+      for (int left = tiles - 1;; left -= 2) {
         if (left == 0) {
           finish<0>(at);
           break;
         }
-        step<1>(at, stream.tiles);
+        step<1>(at);
         if (left == 1) {
           finish<1>(at);
           break;
         }
-        step<0>(at, stream.tiles);
+        step<0>(at);
       }
-      this->visited = stream.tiles;
+      at.key_there = false;
     }
+    pass_tiles(stream.length - begin - tiles);
     progress.key_parities = at.key.parities;
     progress.value_parities = at.value.parities;
     this->template store_output<kMeasures>();
@@ -177,7 +180,7 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
     }
   }
 
-  // ---- a group past the last row hands the buffers on ----
+  // ---- a tile of the other group alone: its buffers are handed on ----
   __device__ __forceinline__ void pass_tile(const Places& at) const {
     ptx::mbarrier_wait(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity());
     release(ptx::smem_address(&smem.key_empty[at.key.stage]));

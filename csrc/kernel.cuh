@@ -5,7 +5,7 @@
 #include "blocks.cuh"
 #include "dense.cuh"
 #include "load.cuh"
-#include "masked.cuh"
+#include "mask.cuh"
 #include "plan.cuh"
 #include "ptx.cuh"
 #include "stream.cuh"
@@ -28,63 +28,59 @@ __device__ __forceinline__ void load_query(const Params& params, Smem& smem, con
 }
 
 template <typename Smem>
-__device__ __forceinline__ void load_key(const Params& params, Smem& smem, RingPlace<Smem::kKeyStages>& at, int tile, const Block& block) {
+__device__ __forceinline__ void load_key(const Params& params, Smem& smem, RingPlace<Smem::kKeyStages>& at, int tile, const Block& block, const KeyTiles& keys) {
   ptx::mbarrier_wait(ptx::smem_address(&smem.key_empty[at.stage]), at.parity() ^ 1);
-  if (threadIdx.x % 32 == 0) load_tile(smem.key[at.stage], &params.key_map, smem.key_full[at.stage], tile, block, sharers<Smem>(params));
+  const int end = (tile + 1) * kTileKeys, lane = threadIdx.x % 32;
+  bool cut = end > params.kv_len || (params.is_causal && end > block.row0 + 1) || params.sign != 1.f;
+  if (keys.bits >= 0) cut |= smem.tile_bits[keys.bits + tile_words(params) + tile / 32] >> tile % 32 & 1;
+  if (cut) {
+    for (int key = lane; key < kTileKeys; key += 32) smem.key_bias[at.stage][key] = key_bias(params, block.batch, tile * kTileKeys + key);
+    __syncwarp();
+  }
+  if (lane == 0) {
+    smem.key_tile[at.stage] = cut ? ~tile : tile;
+    load_tile(smem.key[at.stage], &params.key_map, smem.key_full[at.stage], tile, block, sharers<Smem>(params));
+  }
   __syncwarp();
   at.advance();
 }
 
-template <typename Smem>
-__device__ __forceinline__ void load_value(const Params& params, Smem& smem, RingPlace<Smem::kValueStages>& at, int tile, const Block& block) {
-  ptx::mbarrier_wait(ptx::smem_address(&smem.value_empty[at.stage]), at.parity() ^ 1);
-  if (Smem::kLoop == Loop::kMasked) ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[at.stage]), at.parity() ^ 1);  // nobody awaits a skipped V
-  if (threadIdx.x % 32 == 0) load_tile(smem.value[at.stage], &params.value_map, smem.value_full[at.stage], tile, block, sharers<Smem>(params));
-  __syncwarp();
-  at.advance();
-}
-
-// One warp: K of every tile, and Q. K first: the buffer of Q is free last. Masked: V too, before the next K, since a group that skips hands V
-// back when it sees the next K, and must not be ahead of this warp.
+// One warp: K of every tile, and Q. K first: the buffer of Q is free last.
 template <typename Smem>
 __device__ __forceinline__ void load_blocks(const Params& params, Smem& smem) {
-  constexpr bool kMasked = Smem::kLoop == Loop::kMasked;
   BlockSource<Smem> blocks{params, smem};
-  RingPlace<Smem::kKeyStages> key_at;
-  RingPlace<Smem::kValueStages> value_at;
+  RingPlace<Smem::kKeyStages> at;
   for (int index; (index = blocks.next()) >= 0;) {
     const Block block(params, index);
-    const Stream stream(params, smem, block.row0);
-    const int early = kMasked ? 0 : min(Smem::kKeyStages, stream.length);
-    int tile = stream.start;
-    if constexpr (Smem::kLoop == Loop::kDense) key_at.stage = 0;  // as its consumers; and see BlockSource::take
+    const Stream stream(params, smem, block);
+    const int early = min(Smem::kKeyStages, stream.length);
+    int tile = stream.first[0];
+    if constexpr (Smem::kLoop == Loop::kDense) at.stage = 0;  // as its consumers; and see BlockSource::take
 #pragma unroll 1
     for (int position = 0; position <= stream.length; ++position) {
       if (position == early) load_query(params, smem, block, (blocks.taken - 1) % 2);
       if (position == stream.length) break;
-      load_key(params, smem, key_at, tile, block);
-      if constexpr (kMasked) load_value(params, smem, value_at, tile, block);
-      tile = tile + 1 == stream.tiles ? 0 : tile + 1;
+      load_key(params, smem, at, tile, block, stream.keys);
+      tile = stream.keys.next(smem, tile);
     }
-  }
-  if constexpr (kMasked) {  // V of skipped tiles is awaited by nobody else, and must not land after the CTA's end
-    for (int s = 0; s < Smem::kValueStages; ++s, value_at.advance()) ptx::mbarrier_wait(ptx::smem_address(&smem.value_full[value_at.stage]), value_at.parity() ^ 1);
   }
 }
 
-// One warp of the dense loop.
+// One warp of the dense loop: V of every tile.
 template <typename Smem>
 __device__ __forceinline__ void load_values(const Params& params, Smem& smem) {
-  RingPlace<Smem::kValueStages> value_at;
+  RingPlace<Smem::kValueStages> at;
   uint32_t blocks = 0;
   for (int index; (index = receive_block(smem, blocks)) >= 0; ++blocks) {
     const Block block(params, index);
-    const Stream stream(params, smem, block.row0);
-    value_at.stage = 0;
-    int tile = stream.start;
+    const Stream stream(params, smem, block);
+    int tile = stream.first[0];
+    at.stage = 0;
 #pragma unroll 1
-    for (int n = 0; n < stream.tiles; ++n, tile = tile + 1 == stream.tiles ? 0 : tile + 1) {
-      load_value(params, smem, value_at, tile, block);
+    for (int position = 0; position < stream.length; ++position, tile = stream.keys.next(smem, tile), at.advance()) {
+      ptx::mbarrier_wait(ptx::smem_address(&smem.value_empty[at.stage]), at.parity() ^ 1);
+      if (threadIdx.x % 32 == 0) load_tile(smem.value[at.stage], &params.value_map, smem.value_full[at.stage], tile, block, sharers<Smem>(params));
+      __syncwarp();
     }
     release_block(smem, blocks);
   }
@@ -97,7 +93,7 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
   if (warp == 0) load_blocks(params, smem);
   if constexpr (Smem::kLoop == Loop::kDense) {
     if (warp == 1) load_values(params, smem);
-  } else if constexpr (Smem::kLoop == Loop::kAhead) {
+  } else {
     if (warp == 1 || warp == 2) load_kept_values(params, smem, warp - 1);
   }
 }
@@ -105,15 +101,14 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
 // A consumer warpgroup.
 template <typename Element, int kHeadDim, bool kMeasures, typename Smem>
 __device__ __forceinline__ void consume(const Params& params, Smem& smem, float log2_lambda) {
-  using Plain = std::conditional_t<Smem::kLoop == Loop::kDense, DenseConsumer<Element, kHeadDim, kMeasures>, AheadConsumer<Element, kHeadDim>>;
-  using Consumer = std::conditional_t<Smem::kLoop == Loop::kMasked, MaskedConsumer<Element, kHeadDim, kMeasures>, Plain>;
+  using Consumer = std::conditional_t<Smem::kLoop == Loop::kDense, DenseConsumer<Element, kHeadDim, kMeasures>, AheadConsumer<Element, kHeadDim>>;
   const int group = threadIdx.x / kWarpgroup - 1;
   auto& progress = progress_of_warp(smem);
   progress = {};
   __syncwarp();
   for (int index; (index = receive_block(smem, progress.blocks)) >= 0;) {
     const Block block(params, index);
-    const Stream stream(params, smem, block.row0);
+    const Stream stream(params, smem, block);
     Consumer(params, smem, block, group, log2_lambda).run(stream);
     const uint32_t done = progress.blocks;
     release_block(smem, done);
@@ -147,18 +142,19 @@ __device__ __forceinline__ void init_barriers(const Params& params, Smem& smem) 
   ptx::mbarrier_init_fence();
 }
 
-template <typename Element, int kHeadDim, bool kMasked, bool kMeasures>
+template <typename Element, int kHeadDim, bool kMeasures>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
 
   // Where the CTAs share blocks there is one lambda for all.
-  const float lambda = kMeasures ? 0.f : clamp_threshold(params.threshold[Block(params, blockIdx.x).batch * params.threshold_stride]);
-  const bool dense = !kMasked && lambda == 0.f;
+  const int batch = Block(params, blockIdx.x).batch;
+  const float lambda = kMeasures ? 0.f : clamp_threshold(params.threshold[batch * params.threshold_stride]);
+  // With a causal and a key mask, a group may see nothing of a tile whose V must not be read then: a vote, which nothing but that passes.
+  const bool dense = lambda == 0.f && !(params.is_causal && params.mask != nullptr);
+  const float log2_lambda = lambda == 0.f ? kNoMax : log2f(lambda);
 
   const auto with_smem = [&](auto run) {
-    if constexpr (kMasked) {
-      run(*reinterpret_cast<SharedMemory<Element, kHeadDim, Loop::kMasked>*>(dynamic_smem));
-    } else if constexpr (kMeasures) {
+    if constexpr (kMeasures) {
       run(*reinterpret_cast<SharedMemory<Element, kHeadDim, Loop::kDense>*>(dynamic_smem));
     } else if (dense) {
       run(*reinterpret_cast<SharedMemory<Element, kHeadDim, Loop::kDense>*>(dynamic_smem));
@@ -166,7 +162,10 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
       run(*reinterpret_cast<SharedMemory<Element, kHeadDim, Loop::kAhead>*>(dynamic_smem));
     }
   };
-  if (threadIdx.x == 0) with_smem([&](auto& smem) { init_barriers(params, smem); });
+  with_smem([&](auto& smem) {
+    if (threadIdx.x == 0) init_barriers(params, smem);
+    if (params.mask != nullptr) mark_tiles(params, smem, batch, params.shares_blocks ? params.mask_items : 1);
+  });
   __syncwarp();
   ptx::cluster_sync();
 
@@ -175,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     with_smem([&](auto& smem) { produce(params, smem); });
   } else {
     ptx::registers_raise<kConsumerRegisters>();
-    with_smem([&](auto& smem) { consume<Element, kHeadDim, kMeasures>(params, smem, log2f(lambda)); });
+    with_smem([&](auto& smem) { consume<Element, kHeadDim, kMeasures>(params, smem, log2_lambda); });
   }
   if (params.cluster > 1) ptx::cluster_sync();  // until then the other CTA may arrive at barriers of this one
 }

@@ -8,4 +8,4 @@
 enum class ElementType : int { kBFloat16, kFloat16 };
 
 template <ElementType kType, int kHeadDim>
-cudaError_t launch(const Params& params, bool masked, bool measures, unsigned ctas, int device, cudaStream_t stream);
+cudaError_t launch(const Params& params, bool measures, unsigned ctas, int device, cudaStream_t stream);

@@ -16,16 +16,17 @@ constexpr int kConsumerWarps = 4 * kGroups;
 constexpr int kMostTrials = 32;       // lambdas of a measurement: a lane each
 constexpr uint32_t kNoTally = ~0u;
 constexpr int kProducerRegisters = 24;
-constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512 of the SM's 65536
+constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512: what the launch gives to 384 threads of 168
+constexpr int kTileWords = 64;        // of 32 tiles: the most of a call with a key mask
 
 // A tile of K or V comes in two copies of this many keys x 64 elements: two panels, or two halves of the only panel.
 __host__ __device__ constexpr int copy_keys(int panels) { return kTileKeys * panels / 2; }
 
 // Named barriers (0 is __syncthreads). Each consumer warpgroup has its own of each kind: id + group.
-enum NamedBarrier : int { kVote = 1, kTurn = 3, kTally = 5, kStore = 7 };
+enum NamedBarrier : int { kVote = 1, kTally = 3, kStore = 5 };
 
-// The loop that a consumer runs: without votes (lambda = 0), with votes and Q K^T one tile ahead, or with votes and masks.
-enum class Loop { kDense, kAhead, kMasked };
+// The loop that a consumer runs: without votes (lambda = 0), or with votes and Q K^T one tile ahead.
+enum class Loop { kDense, kAhead };
 
 // Shared memory of a CTA. Every two-byte array is in panels of 64 columns, 128-byte swizzled, as TMA writes and wgmma reads it.
 //
@@ -50,6 +51,9 @@ struct __align__(1024) SharedMemory {
   Tile value[kValueStages];
   Query query[kGroups];
   Query own_output[kOutputApart ? kGroups : 0];
+  alignas(16) float key_bias[kKeyStages][kTileKeys];  // what to add to a key's scores, raw; -inf masks
+  int key_tile[kKeyStages];                  // which tile; ~tile: one whose scores need `key_bias`
+  uint32_t tile_bits[2 * kTileWords];        // see mask.cuh
   uint64_t query_full[kGroups];
   uint64_t query_empty[kGroups];             // the next block's may come
   uint64_t key_full[kKeyStages];
@@ -58,11 +62,10 @@ struct __align__(1024) SharedMemory {
   uint64_t value_empty[kValueStages];
   uint64_t block_full[2], block_empty[2], peer_block_full[2];  // see blocks.cuh
   int block[2], peer_block[2];
-  struct {                                   // over the blocks before, of each consumer warp: here, since the loops have no register to spare
+  struct {                                   // of each consumer warp, over the blocks before: here, since the loops have no register to spare
     uint32_t blocks, tiles, key_parities, value_parities;
+    int visited, empty;                      // of this block, by the first thread of the group: tiles; those that count as nothing
   } progress[kConsumerWarps];
-  alignas(16) float key_bias[kLoop == Loop::kMasked ? kGroups : 0][kTileKeys];  // what to add to a key's scores, log2 units; -inf masks
-
   uint32_t nearest[2][kConsumerWarps];       // see tally.cuh
   uint32_t nearest_of_first[8];              // more tiles than a group can be ahead of the other
 
@@ -90,9 +93,10 @@ struct Params {
   int64_t threshold_stride;
   int trials;                                 // of a measurement
   bool wide;                                  // a measurement's groups are of kBlockRows rows
-  const void* mask;                           // key mask [B, Skv], strides in elements
+  const void* mask;                           // key mask [B, Skv] or nullptr, strides in elements
   MaskType mask_type;
   int64_t mask_stride_batch, mask_stride_key;
+  int mask_items;                             // B, or 1 for all
   const uint8_t* query_mask;                  // [B, Sq] or nullptr, strides in elements
   int64_t query_mask_stride_batch, query_mask_stride_row;
   int heads, heads_per_kv_head;
@@ -105,7 +109,9 @@ struct Params {
   double tiles_per_half_row;                  // Skv / (2 * Sq * kTileKeys)
   int cluster;                                // CTAs of a cluster: 1, or 2, which then are neighbours in one head (q_blocks is even)
   bool is_causal, own_first;
-  float scale_log2;                           // scale * log2(e)
+  float scale_log2;                           // |scale| * log2(e), or 1 where scale is 0
+  float sign;                                 // of scale
+  float bias_unit;                            // from the key mask's values to raw scores
 };
 
 // CTAs that share what they load: those that the launch paired. Not with votes, where they would wait for each other's.

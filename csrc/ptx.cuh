@@ -110,6 +110,13 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t target_smem, const C
       : "memory");
 }
 
+// Not moved: so that no more are held than are used next.
+__device__ __forceinline__ float2 load_pair(const float* address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(smem_address(address)) : "memory");
+  return x;
+}
+
 // Four 8x8 matrices of two-byte elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrix(uint32_t* x, uint32_t row_smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row_smem) : "memory");

@@ -1,6 +1,8 @@
 // In which order key tiles pass through a CTA, and through its buffers.
 #pragma once
 
+#include "blocks.cuh"
+#include "mask.cuh"
 #include "plan.cuh"
 
 // Place in a ring of kStages buffers: which buffer, and the parity of its use.
@@ -15,28 +17,65 @@ struct RingPlace {
   }
 };
 
+// The key tiles of a block: those before `end` in which some key takes part.
+struct KeyTiles {
+  int bits;  // where in `tile_bits`; -1: all tiles
+  int end;
+
+  // This tile or the next, after the last the first. There must be one.
+  template <typename Smem>
+  __device__ __forceinline__ int from(const Smem& smem, int tile) const {
+    while (true) {
+      if (tile >= end) tile = 0;
+      if (bits < 0) return tile;
+      const uint32_t rest = smem.tile_bits[bits + tile / 32] >> tile % 32;
+      tile = rest != 0 ? tile + __ffs(rest) - 1 : tile / 32 * 32 + 32;
+      if (rest != 0 && tile < end) return tile;
+    }
+  }
+  template <typename Smem>
+  __device__ __forceinline__ int next(const Smem& smem, int tile) const {
+    return from(smem, tile + 1);
+  }
+
+  // How many before this one. By a whole warp.
+  template <typename Smem>
+  __device__ __forceinline__ int before(const Smem& smem, int tile) const {
+    if (bits < 0) return tile;
+    int count = 0;
+    for (int word = threadIdx.x % 32; 32 * word < tile; word += 32) {
+      const int left = tile - 32 * word;
+      count += __popc(smem.tile_bits[bits + word] & (left < 32 ? (1u << left) - 1 : ~0u));
+    }
+    return __reduce_add_sync(~0u, count);
+  }
+};
+
 // The key tiles that pass through a CTA, in order: position 0, 1, ..., length - 1. Each group is active for `tiles` positions in a
 // row, from its own offset on; the offsets differ only where "own_first" gives the two groups different first tiles.
 struct Stream {
-  int start, tiles, offset1, length;  // offset1: that of group 1; group 0 starts at position 0
+  KeyTiles keys;
+  int first[kGroups];
+  int tiles, offset1, length;  // offset1: that of group 1; group 0 starts at position 0
 
   // Without votes the order means nothing but rounding; ascending gives both CTAs of a cluster the same. A measurement has the order of the votes
   // that it foresees.
   template <typename Smem>
-  __device__ __forceinline__ Stream(const Params& params, const Smem&, int row0) {
+  __device__ __forceinline__ Stream(const Params& params, const Smem& smem, const Block& block) {
     const bool own_first = params.own_first && (Smem::kLoop != Loop::kDense || params.trials > 0);
+    const int row0 = block.row0;
     // A block without rows fills up a cluster: of use where it copies for the other CTA.
-    tiles = Smem::kLoop == Loop::kAhead && row0 >= params.q_len ? 0 : params.tiles;
-    if (params.is_causal) tiles = min(tiles, (min(row0 + kBlockRows, params.q_len) + kTileKeys - 1) / kTileKeys);
-    int first[kGroups];
+    keys.end = Smem::kLoop == Loop::kAhead && row0 >= params.q_len ? 0 : params.tiles;
+    if (params.is_causal) keys.end = min(keys.end, (min(row0 + kBlockRows, params.q_len) + kTileKeys - 1) / kTileKeys);
+    keys.bits = params.mask == nullptr ? -1 : tile_bits_of(params, block.batch);
+    tiles = keys.before(smem, keys.end);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const int own = own_first ? own_tile(params, 2u * row0 + (params.wide ? kBlockRows : (2 * g + 1) * kGroupRows)) : 0;
-      const int tile = min(own, params.tiles - 1);
-      first[g] = tile < tiles ? tile : 0;  // causal: the tiles from `tiles` on are masked for all rows, so the order wraps at once
+      first[g] = tiles > 0 ? keys.from(smem, min(own, params.tiles - 1)) : 0;  // causal: the tiles from `end` on are masked for all rows, so the order wraps at once
     }
-    start = first[0];
-    offset1 = row0 + kGroupRows < params.q_len ? (first[1] - first[0] + tiles) % max(tiles, 1) : 0;
+    offset1 = row0 + kGroupRows < params.q_len && tiles > 0 ? keys.before(smem, first[1]) - keys.before(smem, first[0]) : 0;
+    if (offset1 < 0) offset1 += tiles;
     length = tiles + offset1;
   }
   // floor(twice_middle * kv_len / (2 * q_len * kTileKeys)): at most 1 off before it is corrected. A 64-bit division takes more registers than the producer has.
@@ -48,9 +87,4 @@ struct Stream {
     return tile;
   }
   __device__ __forceinline__ int begin(int group) const { return group == 0 ? 0 : offset1; }
-  __device__ __forceinline__ int tile(int position) const {
-    int t = start + position;
-    if (t >= tiles) t -= tiles;
-    return t >= tiles ? t - tiles : t;
-  }
 };

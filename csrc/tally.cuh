@@ -8,7 +8,7 @@
 
 // A thread's share of how far a tile is from being kept: the smallest m - tile_max, log2 units, over its rows that vote and have a key there,
 // inf without any. A lambda skips the tile if that is more than -log2(lambda) in all threads. NaN is 0: its row objects to every skip.
-__device__ __forceinline__ float skip_distance(const float (&tile_max)[2], const float (&running_max)[2], const bool (&votes)[2], float unit) {
+__device__ __forceinline__ float skip_distance(const float (&tile_max)[2], const float (&running_max)[2], const int (&votes)[2], float unit) {
   float distance = INFINITY;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
