@@ -34,8 +34,8 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
   bool rises;             // uniform over the warp: the tile raises some running maximum
   const float threshold;  // ln(lambda), in units of raw scores
 
-  __device__ __forceinline__ AheadConsumer(const Params& params, Smem& smem, const Block& block, int group, float log2_threshold)
-      : Base(params, smem, block, group), threshold(log2_threshold / params.scale_log2) {
+  __device__ __forceinline__ AheadConsumer(const Params& params, Smem& smem, const Block& block, int group)
+      : Base(params, smem, block, group), threshold(smem.log2_lambda / params.scale_log2) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       running_max[i] = kNoMax;  // not -inf: a row without a key in the tile does not object to it
@@ -262,13 +262,13 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
 template <typename Smem>
 __device__ __forceinline__ void load_kept_values(const Params& params, Smem& smem, int group) {
   uint32_t blocks = 0;
-  for (int index; (index = receive_block(smem, blocks)) >= 0; ++blocks) {
-    const Block block(params, index);
-    const Stream stream(params, smem, block);
-    const int tiles = block.row0 + group * kGroupRows < params.q_len ? stream.tiles : 0;
-    int tile = group == 0 ? stream.first[0] : stream.first[1];
+  for (; const Work* work = receive_block(smem, blocks); ++blocks) {
+    const Block block(*work);
+    const KeyTiles keys{ptx::read_uniform(work->bits), ptx::read_uniform(work->end)};
+    const int tiles = block.row0 + group * kGroupRows < params.q_len ? ptx::read_uniform(work->tiles) : 0;
+    int tile = ptx::read_uniform(work->first[group]);
 #pragma unroll 1
-    for (int n = 0; n < tiles; ++n, tile = stream.keys.next(smem, tile)) {
+    for (int n = 0; n < tiles; ++n, tile = keys.next(smem, tile)) {
       const bool skips = ptx::barrier_all(kVote + group, kVoters, true);
       if (!skips && threadIdx.x % 32 == 0) load_tile(smem.value[group], &params.value_map, smem.value_full[group], tile, block);
       __syncwarp();

@@ -2,29 +2,10 @@
 // the next Q and K then come while the consumers finish, and heads that skip much make room for others. Else each CTA has its own.
 #pragma once
 
+#include "block.cuh"
 #include "plan.cuh"
 #include "ptx.cuh"
-
-// 128 query rows of one head.
-struct Block {
-  int batch, head, kv_head, row0;
-
-  __device__ __forceinline__ Block(const Params& params, int index) {
-    int q_blocks = params.q_blocks, heads = params.heads, heads_per_kv_head = params.heads_per_kv_head;
-    asm volatile("" : "+r"(q_blocks), "+r"(heads), "+r"(heads_per_kv_head));  // or their reciprocals are kept, in registers that the producer does not have
-    const int of_head = index % q_blocks, batch_head = index / q_blocks;
-    batch = batch_head / heads;
-    head = batch_head % heads;
-    kv_head = head / heads_per_kv_head;
-    row0 = (params.is_causal ? q_blocks - 1 - of_head : of_head) * kBlockRows;  // causal: the longest first
-  }
-};
-
-// For a whole warp: in its registers, so is all that follows from it.
-template <typename Smem>
-__device__ __forceinline__ int read_block(const Smem& smem, uint32_t n) {
-  return static_cast<int>(ptx::uniform(*const_cast<const volatile int*>(&smem.block[n % 2])));
-}
+#include "stream.cuh"
 
 // One warp's: takes blocks, and tells the CTA. CTAs of a cluster that share copies take neighbours.
 template <typename Smem>
@@ -33,18 +14,29 @@ struct BlockSource {
   Smem& smem;
   uint32_t taken = 0;
 
-  // The next block, or -1.
-  __device__ __forceinline__ int next() {
-    if (threadIdx.x % 32 == 0) {
-      const int block = take();
-      const uint32_t slot = taken % 2, turn = taken / 2 % 2;
+  // The next block, or nothing (null).
+  __device__ __forceinline__ const Work* next() {
+    const uint32_t slot = taken % 2, turn = taken / 2 % 2;
+    const bool leads = threadIdx.x % 32 == 0;
+    Work& work = smem.work[slot];
+    if (leads) {
+      const int index = take();
       ptx::mbarrier_wait(ptx::smem_address(&smem.block_empty[slot]), turn ^ 1);
-      smem.block[slot] = block;
-      ptx::mbarrier_arrive(ptx::smem_address(&smem.block_full[slot]));
+      work.there = index;
     }
     __syncwarp();
     ++taken;
-    return read_block(smem, taken - 1);
+    const int index = ptx::read_uniform(work.there);
+    if (index >= 0) {
+      const Block block(params, index);
+      work.batch = block.batch, work.head = block.head, work.kv_head = block.kv_head, work.row0 = block.row0;
+      __syncwarp();
+      Stream::plan(params, smem, Block(work), work);
+      __syncwarp();
+    }
+    if (leads) ptx::mbarrier_arrive(ptx::smem_address(&smem.block_full[slot]));
+    __syncwarp();
+    return index >= 0 ? &work : nullptr;
   }
 
  private:
@@ -82,12 +74,12 @@ struct BlockSource {
   }
 };
 
-// The CTA's nth block, or -1. For a whole warp: each of the consumers', and those that load V alone. It stays readable until released.
+// The CTA's nth block, or nothing. For a whole warp: each of the consumers', those that load V and that which describes K. It stays readable until released.
 template <typename Smem>
-__device__ __forceinline__ int receive_block(Smem& smem, uint32_t n) {
-  const uint32_t slot = n % 2;
-  ptx::mbarrier_wait(ptx::smem_address(&smem.block_full[slot]), n / 2 % 2);
-  return read_block(smem, n);
+__device__ __forceinline__ const Work* receive_block(Smem& smem, uint32_t n) {
+  ptx::mbarrier_wait(ptx::smem_address(&smem.block_full[n % 2]), n / 2 % 2);
+  const Work& work = smem.work[n % 2];
+  return ptx::read_uniform(work.there) >= 0 ? &work : nullptr;
 }
 template <typename Smem>
 __device__ __forceinline__ auto& progress_of_warp(Smem& smem) {  // of a consumer's

@@ -66,7 +66,7 @@ struct Consumer {
 
   __device__ __forceinline__ auto& progress() const { return progress_of_warp(smem); }
   // Once more, after the loop, and not held in registers meanwhile.
-  __device__ __forceinline__ Block block() const { return Block(params, read_block(smem, progress().blocks)); }
+  __device__ __forceinline__ Block block() const { return Block(smem.work[progress().blocks % 2]); }
   __device__ __forceinline__ void await_query() const { ptx::mbarrier_wait(ptx::smem_address(&smem.query_full[group]), progress().blocks % 2); }
   // Of a warp that reads the buffer no more.
   __device__ __forceinline__ void release_query() const {
@@ -130,13 +130,15 @@ struct Consumer {
   // ---- a tile some of whose scores do not take part, or are not those of a positive scale; `found`, by all of the group ----
   __device__ __forceinline__ void mask_scores(Scores& scores, int found, int stage) {
     const int column0 = 2 * (thread % 4), key0 = ~found * kTileKeys + column0;
+    const int first_row = row(0);
+    const int limit = params.is_causal ? first_row - key0 : kTileKeys;  // the last column that the first row sees; the second one 8 more
 #pragma unroll
     for (int j = 0; j < kTileKeys / 8; ++j) {
       const float2 bias = ptx::load_pair(&smem.key_bias[stage][8 * j + column0]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float b = i % 2 == 0 ? bias.x : bias.y;
-        const bool seen = !params.is_causal || key0 + 8 * j + i % 2 <= row(i / 2);
+        const bool seen = 8 * (j - i / 2) + i % 2 <= limit;
         float& s = scores[4 * j + i];
         asm volatile("{ .reg .pred p; fma.rn.f32 %0, %0, %1, %2; setp.eq.f32 p, %2, 0fFF800000; @p mov.f32 %0, 0fFF800000; }" : "+f"(s) : "f"(params.sign), "f"(b));
         if (!seen) s = -kInfinity;
@@ -221,6 +223,8 @@ struct Consumer {
   // ---- out / sum, through the group's own part of shared memory so that global stores are 16 bytes a thread and whole rows ----
   template <bool kMeasures = false>
   __device__ __forceinline__ void store_output() {
+    int thread = this->thread;
+    asm volatile("" : "+r"(thread));  // or what follows from it is computed before the loops, and spilled
     const Block block = this->block();
     const int row0 = block.row0 + group * kGroupRows;
     if (row0 >= params.q_len) return;
@@ -235,13 +239,13 @@ struct Consumer {
       sum += __shfl_xor_sync(~0u, sum, 2);
       const bool zero = sum == 0.f || !row_votes[i];
       const float inverse = 1.f / sum;
-      const int local = row(i) - row0;
+      const int local = (thread / 32) * 16 + (thread % 32) / 4 + 8 * i;
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
         const float low = zero ? 0.f : out[4 * j + 2 * i] * inverse, high = zero ? 0.f : out[4 * j + 2 * i + 1] * inverse;
         *reinterpret_cast<uint32_t*>(staged + (local * kChunks + (j ^ (local & 7))) * 16 + (thread % 4) * 4) = ptx::pack<Element>(low, high);
       }
-      if (!kMeasures && thread % 4 == 0 && row(i) < params.q_len) lse[row(i)] = zero ? -kInfinity : exp_base[i] * kLn2 + logf(sum);
+      if (!kMeasures && thread % 4 == 0 && row0 + local < params.q_len) lse[row0 + local] = zero ? -kInfinity : exp_base[i] * kLn2 + logf(sum);
     }
     ptx::barrier_sync(kStore + group, kWarpgroup);
     Element* target = static_cast<Element*>(params.out) + block.batch * params.out_stride_batch + block.head * params.out_stride_head;

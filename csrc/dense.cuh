@@ -32,7 +32,7 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
   int partner_lane;           // the lane that releases to the other CTA of the cluster; 32: no lane
   uint32_t partner_distance;  // from an address of this CTA to the same place in the other
 
-  __device__ __forceinline__ DenseConsumer(const Params& params, Smem& smem, const Block& block, int group, float)
+  __device__ __forceinline__ DenseConsumer(const Params& params, Smem& smem, const Block& block, int group)
       : Base(params, smem, block, group), tally(params, smem, group == 0 && row0 + kGroupRows >= params.q_len) {
     partner_lane = params.cluster > 1 ? 1 : 32;
     const uint32_t here = ptx::smem_address(&smem);  // holds the CTA's rank too

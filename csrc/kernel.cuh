@@ -28,19 +28,9 @@ __device__ __forceinline__ void load_query(const Params& params, Smem& smem, con
 }
 
 template <typename Smem>
-__device__ __forceinline__ void load_key(const Params& params, Smem& smem, RingPlace<Smem::kKeyStages>& at, int tile, const Block& block, const KeyTiles& keys) {
+__device__ __forceinline__ void load_key(const Params& params, Smem& smem, RingPlace<Smem::kKeyStages>& at, int tile, const Block& block) {
   ptx::mbarrier_wait(ptx::smem_address(&smem.key_empty[at.stage]), at.parity() ^ 1);
-  const int end = (tile + 1) * kTileKeys, lane = threadIdx.x % 32;
-  bool cut = end > params.kv_len || (params.is_causal && end > block.row0 + 1) || params.sign != 1.f;
-  if (keys.bits >= 0) cut |= smem.tile_bits[keys.bits + tile_words(params) + tile / 32] >> tile % 32 & 1;
-  if (cut) {
-    for (int key = lane; key < kTileKeys; key += 32) smem.key_bias[at.stage][key] = key_bias(params, block.batch, tile * kTileKeys + key);
-    __syncwarp();
-  }
-  if (lane == 0) {
-    smem.key_tile[at.stage] = cut ? ~tile : tile;
-    load_tile(smem.key[at.stage], &params.key_map, smem.key_full[at.stage], tile, block, sharers<Smem>(params));
-  }
+  if (threadIdx.x % 32 == 0) load_tile(smem.key[at.stage], &params.key_map, smem.key_full[at.stage], tile, block, sharers<Smem>(params));
   __syncwarp();
   at.advance();
 }
@@ -50,9 +40,9 @@ template <typename Smem>
 __device__ __forceinline__ void load_blocks(const Params& params, Smem& smem) {
   BlockSource<Smem> blocks{params, smem};
   RingPlace<Smem::kKeyStages> at;
-  for (int index; (index = blocks.next()) >= 0;) {
-    const Block block(params, index);
-    const Stream stream(params, smem, block);
+  while (const Work* work = blocks.next()) {
+    const Block block(*work);
+    const Stream stream(*work);
     const int early = min(Smem::kKeyStages, stream.length);
     int tile = stream.first[0];
     if constexpr (Smem::kLoop == Loop::kDense) at.stage = 0;  // as its consumers; and see BlockSource::take
@@ -60,9 +50,42 @@ __device__ __forceinline__ void load_blocks(const Params& params, Smem& smem) {
     for (int position = 0; position <= stream.length; ++position) {
       if (position == early) load_query(params, smem, block, (blocks.taken - 1) % 2);
       if (position == stream.length) break;
-      load_key(params, smem, at, tile, block, stream.keys);
+      load_key(params, smem, at, tile, block);
       tile = stream.keys.next(smem, tile);
     }
+  }
+}
+
+// One warp: says what K of every tile is, with it.
+template <typename Smem>
+__device__ __forceinline__ void describe_keys(const Params& params, Smem& smem) {
+  RingPlace<Smem::kKeyStages> at;
+  uint32_t blocks = 0;
+  for (; const Work* work = receive_block(smem, blocks); ++blocks) {
+    const Block block(*work);
+    const Stream stream(*work);
+    int tile = stream.first[0];
+    if constexpr (Smem::kLoop == Loop::kDense) at.stage = 0;
+#pragma unroll 1
+    for (int position = 0; position < stream.length; ++position) {
+      const int end = (tile + 1) * kTileKeys;
+      bool cut = end > params.kv_len || (params.is_causal && end > block.row0 + 1) || params.sign != 1.f;
+      if (stream.keys.bits >= 0) cut |= smem.tile_bits[stream.keys.bits + tile_words(params) + tile / 32] >> tile % 32 & 1;
+      ptx::mbarrier_wait(ptx::smem_address(&smem.key_empty[at.stage]), at.parity() ^ 1);
+      if (cut) {
+#pragma unroll 1
+        for (int key = threadIdx.x % 32; key < kTileKeys; key += 32) smem.key_bias[at.stage][key] = key_bias(params, block.batch, tile * kTileKeys + key);
+        __syncwarp();
+      }
+      if (threadIdx.x % 32 == 0) {
+        smem.key_tile[at.stage] = cut ? ~tile : tile;
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.key_full[at.stage]));
+      }
+      __syncwarp();
+      at.advance();
+      tile = stream.keys.next(smem, tile);
+    }
+    release_block(smem, blocks);
   }
 }
 
@@ -71,9 +94,9 @@ template <typename Smem>
 __device__ __forceinline__ void load_values(const Params& params, Smem& smem) {
   RingPlace<Smem::kValueStages> at;
   uint32_t blocks = 0;
-  for (int index; (index = receive_block(smem, blocks)) >= 0; ++blocks) {
-    const Block block(params, index);
-    const Stream stream(params, smem, block);
+  for (; const Work* work = receive_block(smem, blocks); ++blocks) {
+    const Block block(*work);
+    const Stream stream(*work);
     int tile = stream.first[0];
     at.stage = 0;
 #pragma unroll 1
@@ -91,6 +114,7 @@ template <typename Smem>
 __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
   const int warp = threadIdx.x / 32;
   if (warp == 0) load_blocks(params, smem);
+  if (warp == 3) describe_keys(params, smem);
   if constexpr (Smem::kLoop == Loop::kDense) {
     if (warp == 1) load_values(params, smem);
   } else {
@@ -100,16 +124,16 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
 
 // A consumer warpgroup.
 template <typename Element, int kHeadDim, bool kMeasures, typename Smem>
-__device__ __forceinline__ void consume(const Params& params, Smem& smem, float log2_lambda) {
+__device__ __forceinline__ void consume(const Params& params, Smem& smem) {
   using Consumer = std::conditional_t<Smem::kLoop == Loop::kDense, DenseConsumer<Element, kHeadDim, kMeasures>, AheadConsumer<Element, kHeadDim>>;
   const int group = threadIdx.x / kWarpgroup - 1;
   auto& progress = progress_of_warp(smem);
   progress = {};
   __syncwarp();
-  for (int index; (index = receive_block(smem, progress.blocks)) >= 0;) {
-    const Block block(params, index);
-    const Stream stream(params, smem, block);
-    Consumer(params, smem, block, group, log2_lambda).run(stream);
+  while (const Work* work = receive_block(smem, progress.blocks)) {
+    const Block block(*work);
+    const Stream stream(*work);
+    Consumer(params, smem, block, group).run(stream);
     const uint32_t done = progress.blocks;
     release_block(smem, done);
     progress.blocks = done + 1;
@@ -126,7 +150,7 @@ __device__ __forceinline__ void init_barriers(const Params& params, Smem& smem) 
     init(smem.query_empty[g], kConsumerWarps / kGroups);
   }
   for (int s = 0; s < Smem::kKeyStages; ++s) {
-    init(smem.key_full[s], 1);
+    init(smem.key_full[s], 2);  // K, and what it is
     init(smem.key_empty[s], sharers * kConsumerWarps);
   }
   for (int s = 0; s < Smem::kValueStages; ++s) {
@@ -151,7 +175,6 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   const float lambda = kMeasures ? 0.f : clamp_threshold(params.threshold[batch * params.threshold_stride]);
   // With a causal and a key mask, a group may see nothing of a tile whose V must not be read then: a vote, which nothing but that passes.
   const bool dense = lambda == 0.f && !(params.is_causal && params.mask != nullptr);
-  const float log2_lambda = lambda == 0.f ? kNoMax : log2f(lambda);
 
   const auto with_smem = [&](auto run) {
     if constexpr (kMeasures) {
@@ -163,7 +186,10 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     }
   };
   with_smem([&](auto& smem) {
-    if (threadIdx.x == 0) init_barriers(params, smem);
+    if (threadIdx.x == 0) {
+      init_barriers(params, smem);
+      smem.log2_lambda = lambda == 0.f ? kNoMax : log2f(lambda);
+    }
     if (params.mask != nullptr) mark_tiles(params, smem, batch, params.shares_blocks ? params.mask_items : 1);
   });
   __syncwarp();
@@ -174,7 +200,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     with_smem([&](auto& smem) { produce(params, smem); });
   } else {
     ptx::registers_raise<kConsumerRegisters>();
-    with_smem([&](auto& smem) { consume<Element, kHeadDim, kMeasures>(params, smem, log2_lambda); });
+    with_smem([&](auto& smem) { consume<Element, kHeadDim, kMeasures>(params, smem); });
   }
   if (params.cluster > 1) ptx::cluster_sync();  // until then the other CTA may arrive at barriers of this one
 }

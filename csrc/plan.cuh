@@ -17,7 +17,7 @@ constexpr int kMostTrials = 32;       // lambdas of a measurement: a lane each
 constexpr uint32_t kNoTally = ~0u;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512: what the launch gives to 384 threads of 168
-constexpr int kTileWords = 64;        // of 32 tiles: the most of a call with a key mask
+constexpr int kTileWords = 48;        // of 32 tiles: the most of a call with a key mask
 
 // A tile of K or V comes in two copies of this many keys x 64 elements: two panels, or two halves of the only panel.
 __host__ __device__ constexpr int copy_keys(int panels) { return kTileKeys * panels / 2; }
@@ -27,6 +27,13 @@ enum NamedBarrier : int { kVote = 1, kTally = 3, kStore = 5 };
 
 // The loop that a consumer runs: without votes (lambda = 0), or with votes and Q K^T one tile ahead.
 enum class Loop { kDense, kAhead };
+
+// What a CTA does next, in shared memory: see Block and Stream, which one warp makes for all.
+struct Work {
+  int there;  // -1: nothing
+  int batch, head, kv_head, row0;
+  int bits, end, first[kGroups], tiles, offset1;
+};
 
 // Shared memory of a CTA. Every two-byte array is in panels of 64 columns, 128-byte swizzled, as TMA writes and wgmma reads it.
 //
@@ -42,8 +49,8 @@ struct __align__(1024) SharedMemory {
   static constexpr bool kOutputApart = kLoop == Loop::kDense && kHeadDim == 64;
   static constexpr int kPanels = kHeadDim / kPanel;
   static constexpr int kKeyStages = kHeadDim == 128 ? (kLoop == Loop::kAhead ? 4 : 3) : (kLoop == Loop::kAhead ? 8 : 4);
-  static constexpr int kValueStages = kLoop == Loop::kAhead ? kGroups : kLoop == Loop::kDense && kHeadDim == 64 ? 4 : 3;
-  static constexpr int kBlockReaders = kConsumerWarps + (kLoop == Loop::kDense ? 1 : kLoop == Loop::kAhead ? kGroups : 0);  // warps: the consumers', and those that load V alone
+  static constexpr int kValueStages = kLoop == Loop::kAhead ? kGroups : kHeadDim == 64 ? 4 : 3;
+  static constexpr int kBlockReaders = kConsumerWarps + 1 + (kLoop == Loop::kDense ? 1 : kGroups);  // warps: the consumers', that which describes K, and those that load V
   using Query = Element[kPanels][kGroupRows][kPanel];
   using Tile = Element[kPanels][kTileKeys][kPanel];
 
@@ -61,7 +68,9 @@ struct __align__(1024) SharedMemory {
   uint64_t value_full[kValueStages];
   uint64_t value_empty[kValueStages];
   uint64_t block_full[2], block_empty[2], peer_block_full[2];  // see blocks.cuh
-  int block[2], peer_block[2];
+  float log2_lambda;
+  Work work[2];
+  int peer_block[2];
   struct {                                   // of each consumer warp, over the blocks before: here, since the loops have no register to spare
     uint32_t blocks, tiles, key_parities, value_parities;
     int visited, empty;                      // of this block, by the first thread of the group: tiles; those that count as nothing

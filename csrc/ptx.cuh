@@ -139,6 +139,8 @@ __device__ __forceinline__ uint32_t uniform(uint32_t x) {
   return y;
 }
 
+__device__ __forceinline__ int read_uniform(const int& x) { return static_cast<int>(uniform(*const_cast<const volatile int*>(&x))); }
+
 // ---- registers of a warpgroup ----
 
 template <int kRegisters>

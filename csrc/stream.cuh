@@ -1,7 +1,7 @@
 // In which order key tiles pass through a CTA, and through its buffers.
 #pragma once
 
-#include "blocks.cuh"
+#include "block.cuh"
 #include "mask.cuh"
 #include "plan.cuh"
 
@@ -58,26 +58,9 @@ struct Stream {
   int first[kGroups];
   int tiles, offset1, length;  // offset1: that of group 1; group 0 starts at position 0
 
-  // Without votes the order means nothing but rounding; ascending gives both CTAs of a cluster the same. A measurement has the order of the votes
-  // that it foresees.
-  template <typename Smem>
-  __device__ __forceinline__ Stream(const Params& params, const Smem& smem, const Block& block) {
-    const bool own_first = params.own_first && (Smem::kLoop != Loop::kDense || params.trials > 0);
-    const int row0 = block.row0;
-    // A block without rows fills up a cluster: of use where it copies for the other CTA.
-    keys.end = Smem::kLoop == Loop::kAhead && row0 >= params.q_len ? 0 : params.tiles;
-    if (params.is_causal) keys.end = min(keys.end, (min(row0 + kBlockRows, params.q_len) + kTileKeys - 1) / kTileKeys);
-    keys.bits = params.mask == nullptr ? -1 : tile_bits_of(params, block.batch);
-    tiles = keys.before(smem, keys.end);
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int own = own_first ? own_tile(params, 2u * row0 + (params.wide ? kBlockRows : (2 * g + 1) * kGroupRows)) : 0;
-      first[g] = tiles > 0 ? keys.from(smem, min(own, params.tiles - 1)) : 0;  // causal: the tiles from `end` on are masked for all rows, so the order wraps at once
-    }
-    offset1 = row0 + kGroupRows < params.q_len && tiles > 0 ? keys.before(smem, first[1]) - keys.before(smem, first[0]) : 0;
-    if (offset1 < 0) offset1 += tiles;
-    length = tiles + offset1;
-  }
+  __device__ __forceinline__ explicit Stream(const Work& work)
+      : keys{ptx::read_uniform(work.bits), ptx::read_uniform(work.end)}, first{ptx::read_uniform(work.first[0]), ptx::read_uniform(work.first[1])},
+        tiles(ptx::read_uniform(work.tiles)), offset1(ptx::read_uniform(work.offset1)), length(tiles + offset1) {}
   // floor(twice_middle * kv_len / (2 * q_len * kTileKeys)): at most 1 off before it is corrected. A 64-bit division takes more registers than the producer has.
   __device__ __forceinline__ static int own_tile(const Params& params, uint32_t twice_middle) {
     int tile = static_cast<int>(twice_middle * params.tiles_per_half_row);
@@ -87,4 +70,29 @@ struct Stream {
     return tile;
   }
   __device__ __forceinline__ int begin(int group) const { return group == 0 ? 0 : offset1; }
+
+  // Of the block, into `work`; by a whole warp. Without votes the order means nothing but rounding; ascending gives both CTAs of a cluster the same. A
+  // measurement has the order of the votes that it foresees. Step by step, since the producer has few registers.
+  template <typename Smem>
+  __device__ __forceinline__ static void plan(const Params& params, const Smem& smem, const Block& block, Work& work) {
+    const bool own_first = params.own_first && (Smem::kLoop != Loop::kDense || params.trials > 0);
+    // A block without rows fills up a cluster: of use where it copies for the other CTA.
+    int end = Smem::kLoop == Loop::kAhead && block.row0 >= params.q_len ? 0 : params.tiles;
+    if (params.is_causal) end = min(end, (min(block.row0 + kBlockRows, params.q_len) + kTileKeys - 1) / kTileKeys);
+    const KeyTiles keys{params.mask == nullptr ? -1 : tile_bits_of(params, block.batch), end};
+    work.bits = keys.bits, work.end = end, work.offset1 = 0;
+    const int tiles = keys.before(smem, end);
+    work.tiles = tiles;
+    if (tiles == 0) return;
+#pragma unroll 1
+    for (int g = 0; g < kGroups; ++g) {
+      const int own = own_first ? own_tile(params, 2u * block.row0 + (params.wide ? kBlockRows : (2 * g + 1) * kGroupRows)) : 0;
+      const int first = keys.from(smem, min(own, params.tiles - 1));  // causal: the tiles from `end` on are masked for all rows, so the order wraps at once
+      work.first[g] = first;
+      if (g == 1 && block.row0 + kGroupRows < params.q_len) {
+        const int offset = keys.before(smem, first) - keys.before(smem, ptx::read_uniform(work.first[0]));
+        work.offset1 = offset < 0 ? offset + tiles : offset;
+      }
+    }
+  }
 };
