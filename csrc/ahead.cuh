@@ -115,7 +115,7 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float old_base = exp_base[i];
-      exp_base[i] = running_max[i] * unit;
+      exp_base[i] = ptx::max_nan(old_base, running_max[i] * unit);  // a row without a key so far keeps its own: kNoMax * unit may be lower
       rescale[i] = ptx::exp2_approx(old_base - exp_base[i]);
       exp_sum[i] *= rescale[i];
     }
