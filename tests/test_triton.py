@@ -542,7 +542,7 @@ print(kernels.implementations()[-1])
     assert "triton is unavailable: the package triton is not installed; pip install triton" in done.stdout, done.stderr
 
 
-COMPILE = """
+ABSENT_GPU = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from skip_attn_compile.kernels import triton as implementation
@@ -552,14 +552,16 @@ class Driver:
     get_current_device = lambda self: 0
     get_current_stream = lambda self, device: 0
 
+triton.runtime.driver.set_active(Driver())
+kernel = implementation._kernel()
+implementation._capability = lambda query: divmod(capability, 10)
+"""
+COMPILE = """
 class Compiler:
     def __getitem__(self, grid):
         return lambda *args, **options: compiled.append(kernel.warmup(*args, grid=grid, **options).metadata.shared)
 
-triton.runtime.driver.set_active(Driver())
-kernel = implementation._kernel()
 implementation._kernel = Compiler
-implementation._capability = lambda query: divmod(capability, 10)
 for capability, head_dim, rows, causal, measured, limit in PROBLEMS:
     compiled = []
     kernel.device_caches.clear()
@@ -573,7 +575,7 @@ for capability, head_dim, rows, causal, measured, limit in PROBLEMS:
     assert len(compiled) == 3 - causal
     assert max(compiled) <= limit, (capability, head_dim, compiled)
 """
-PROBLEMS = [  # one row is compiled as a constant
+PROBLEMS = [
     (80, 128, 1000, False, 128, 166912),
     (86, 256, 1000, True, 128, 101376),
     (90, 128, 1000, False, 128, 232448),
@@ -586,8 +588,28 @@ PROBLEMS = [  # one row is compiled as a constant
 
 def test_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     """From source to machine code, within the GPU's shared memory in bytes. Nothing is run."""
-    done = python(f"PROBLEMS = {PROBLEMS}\n{COMPILE}", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    done = python(f"PROBLEMS = {PROBLEMS}\n{ABSENT_GPU}{COMPILE}", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+LENGTHS = """
+class Compiler:
+    def __getitem__(self, grid):
+        return lambda *args, **options: kernel.warmup(*args, grid=grid, **options) and None
+
+implementation._kernel = Compiler
+for heads, rows, keys in [(8, 512, 1024), (3, 333, 1152), (1, 1, 128)]:
+    query, key = (torch.empty(1, length, heads, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2) for length in (rows, keys))
+    counts = torch.empty(1, heads, 2, dtype=torch.int32, device="meta")
+    results = torch.empty_like(query), torch.empty(1, heads, rows, device="meta"), counts
+    implementation.run(query, key, key, torch.empty((), device="meta"), None, None, results, False, 0.1, "own_first")
+print(sum(len(cache[0]) for cache in kernel.device_caches.values()))
+"""
+
+
+def test_one_compilation_serves_all_lengths_and_numbers_of_heads(tmp_path: Path) -> None:
+    done = python(f"capability = 90\n{ABSENT_GPU}{LENGTHS}", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.stdout.split() == ["2"], (done.stdout, done.stderr[-2000:])  # with votes, and without
 
 
 def test_what_it_publishes() -> None:
