@@ -12,7 +12,7 @@
 constexpr float kInfinity = __builtin_huge_valf();
 constexpr float kLn2 = 0.693147180559945f;
 constexpr float kLog2e = 1.442695040888963f;
-constexpr float kBaseSlack = 8.f;  // log2 units, see `exp_base`
+constexpr float kBaseSlack = 8.f;  // see `exp_base`
 
 template <typename Element, int kHeadDim, Loop kLoop>
 struct Consumer {
@@ -33,9 +33,9 @@ struct Consumer {
   float out[kHeadDim / 2];
   uint32_t query[kHoldQuery ? kHeadDim / 4 : 1];
 
-  // What the exps of a row are relative to, log2 units: its maximum so far, or up to 2^8 below it. While the maximum stays within that,
-  // nothing is rescaled. The quotient out / sum is the same, 16-bit weights of up to 2^8 are as precise as those of up to 1, and out,
-  // 64 registers, is rarely multiplied. -inf: no key so far.
+  // What the exps of a row are relative to, log2 units: its maximum so far, or up to 8 below it (dense: up to 13, see kMostSum). While the
+  // maximum stays within that, nothing is rescaled. The quotient out / sum is the same, 16-bit weights of up to 2^13 are as precise as those of
+  // up to 1, and out, 64 registers, is rarely multiplied. -inf: no key so far.
   float exp_base[2];
   float exp_sum[2];                 // this thread's share
   bool row_votes[2];

@@ -16,7 +16,7 @@ constexpr int kConsumerWarps = 4 * kGroups;
 constexpr int kMostTrials = 32;       // lambdas of a measurement: a lane each
 constexpr uint32_t kNoTally = ~0u;
 constexpr int kProducerRegisters = 24;
-constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512 of the SM's 65536
+constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512 = 384 * 168, what the launch gives; more deadlocks
 
 // A tile of K or V comes in two copies of this many keys x 64 elements: two panels, or two halves of the only panel.
 __host__ __device__ constexpr int copy_keys(int panels) { return kTileKeys * panels / 2; }
