@@ -12,7 +12,7 @@
 constexpr float kInfinity = __builtin_huge_valf();
 constexpr float kLn2 = 0.693147180559945f;
 constexpr float kLog2e = 1.442695040888963f;
-constexpr float kBaseSlack = 8.f;  // log2 units, see `exp_base`
+constexpr float kBaseSlack = 8.f;  // see `exp_base`
 constexpr float kNoMax = -1e30f;   // of a row without a key so far: below every score, and finite, so that what is -inf stays so relative to it
 
 template <typename Element, int kHeadDim, Loop kLoop>
@@ -34,9 +34,9 @@ struct Consumer {
   float out[kHeadDim / 2];
   uint32_t query[kHoldQuery ? kHeadDim / 4 : 1];
 
-  // What the exps of a row are relative to, log2 units: its maximum so far, or up to 2^8 below it. While the maximum stays within that,
-  // nothing is rescaled. The quotient out / sum is the same, 16-bit weights of up to 2^8 are as precise as those of up to 1, and out,
-  // 64 registers, is rarely multiplied.
+  // What the exps of a row are relative to, log2 units: its maximum so far, or up to 8 below it (dense: up to 13, see kMostSum). While the
+  // maximum stays within that, nothing is rescaled. The quotient out / sum is the same, 16-bit weights of up to 2^13 are as precise as those of
+  // up to 1, and out, 64 registers, is rarely multiplied.
   float exp_base[2];
   float exp_sum[2];                 // this thread's share
   int row_votes[2];                 // bool

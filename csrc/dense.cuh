@@ -1,14 +1,14 @@
 // The consumer where nothing is skipped: lambda = 0, and measurements without masks.
 //
-// No maximum is looked for, but in the first tile and to measure. The exps of a tile are relative to the base of the tile before, and their sum tells whether it
-// is too low; then, a few times in a row's life, they are computed again. P V of the tile before runs beside the exps: two buffers of
-// weights take turns.
+// No maximum is looked for, but in the first tile and to measure. The exps of a tile are relative to the base of the tile before, and their
+// sum tells whether that is too low; then, a few times in a row's life, they are computed again. P V of the tile before runs beside the exps:
+// two buffers of weights take turns.
 #pragma once
 
 #include "consumer.cuh"
 #include "tally.cuh"
 
-// Of a thread's 32 weights of a row: one that is within the base's slack does not raise it.
+// Of a thread's 32 weights of a row; if none exceeds 2^kBaseSlack, their sum does not exceed this, 2^13, which float16 holds.
 constexpr float kMostSum = kTileKeys / 4 * 256.f;
 static_assert(kBaseSlack == 8.f);
 

@@ -16,7 +16,7 @@ constexpr int kConsumerWarps = 4 * kGroups;
 constexpr int kMostTrials = 32;       // lambdas of a measurement: a lane each
 constexpr uint32_t kNoTally = ~0u;
 constexpr int kProducerRegisters = 24;
-constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512: what the launch gives to 384 threads of 168
+constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512 = 384 * 168, what the launch gives; more deadlocks
 constexpr int kTileWords = 48;        // of 32 tiles: the most of a call with a key mask
 
 // A tile of K or V comes in two copies of this many keys x 64 elements: two panels, or two halves of the only panel.

@@ -201,13 +201,17 @@ def draw(rows: list[dict], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4.5))
     limit = [i / 100 for i in range(101)]
-    axes.plot(limit, [1 / (1 - s / 2) for s in limit], "k--", linewidth=1, label="FLOP limit: 1 / (1 - s/2)")
+    axes.plot(limit, [1 / (1 - s / 2) for s in limit], "k--", linewidth=1, label="FLOP limit at cuDNN's dense speed: 1 / (1 - s/2)")
     for length in sorted({row["Sq"] for row in rows}):
         points = sorted((row["skipped"], row["ratio_cudnn"]) for row in rows if row["Sq"] == length and row["implementation"] == "sm90")
-        axes.plot([p[0] for p in points], [p[1] for p in points], "o-", label=f"{length} tokens")
+        dense, voted = [p for p in points if p[0] == 0], [p for p in points if p[0] > 0]
+        (line,) = axes.plot([p[0] for p in voted], [p[1] for p in voted], "o-", label=f"{length} tokens")
+        axes.plot([p[0] for p in dense], [p[1] for p in dense], "s", color=line.get_color())  # apart: between them is no line, but a step
     axes.axhline(1, color="gray", linewidth=0.5)
     axes.set(
-        xlabel="share of tiles skipped", ylabel="speed relative to dense cuDNN attention", title="bfloat16, 24 heads of 128, sustained"
+        xlabel="share of tiles skipped",
+        ylabel="speed relative to dense cuDNN attention",
+        title="bfloat16, 24 heads of 128, sustained; squares: lambda 0, no votes",
     )
     axes.legend()
     figure.tight_layout()

@@ -1,16 +1,13 @@
 """The Triton kernel in Triton's interpreter, on the CPU: counts as the reference has them, values within rounding, nothing read in vain.
 
-`conftest.py` asks for the interpreter where there is no GPU; `gpu/test_triton_kernel.py` runs the compiled kernel. The last tests compile
-it for GPUs that are not here.
+`conftest.py` asks for the interpreter where there is no GPU; `gpu/test_triton_kernel.py` runs the compiled kernel. `test_triton_compile.py`
+compiles it for GPUs that are not here.
 """
 
 import dataclasses
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -522,72 +519,6 @@ def test_a_kind_of_call_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None
     attend(inputs, is_causal=True)
     attend(inputs, tile_order="own_first")
     assert len(implementation.plans) == 4 + len(others)
-
-
-def python(script: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, **environment}, check=False)
-
-
-def test_the_package_imports_without_triton() -> None:
-    script = """
-import sys
-sys.modules["triton"] = None
-import torch, skip_attn_compile
-from skip_attn_compile import kernels
-problem = kernels.Problem("cuda", (8, 0), torch.bfloat16, 128, 128, "none", False, False, "ascending", True)
-print(kernels.choose(problem))
-print(kernels.implementations()[-1])
-"""
-    done = python(script)
-    assert "triton is unavailable: the package triton is not installed; pip install triton" in done.stdout, done.stderr
-
-
-COMPILE = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from skip_attn_compile.kernels import triton as implementation
-
-class Driver:
-    get_current_target = lambda self: GPUTarget("cuda", capability, 32)
-    get_current_device = lambda self: 0
-    get_current_stream = lambda self, device: 0
-
-class Compiler:
-    def __getitem__(self, grid):
-        return lambda *args, **options: compiled.append(kernel.warmup(*args, grid=grid, **options).metadata.shared)
-
-triton.runtime.driver.set_active(Driver())
-kernel = implementation._kernel()
-implementation._kernel = Compiler
-implementation._capability = lambda query: divmod(capability, 10)
-for capability, head_dim, rows, causal, measured, limit in PROBLEMS:
-    compiled = []
-    kernel.device_caches.clear()
-    implementation.plans.clear()
-    query = torch.empty(1, rows, 8, head_dim, dtype=torch.bfloat16, device="meta").transpose(1, 2)
-    results = torch.empty_like(query), torch.empty(1, 8, rows, device="meta"), torch.empty(1, 8, 2, dtype=torch.int32, device="meta")
-    implementation.run(query, query, query, torch.empty((), device="meta"), None, None, results, causal, 0.1, "own_first")
-    thresholds, counts = torch.empty(32, device="meta"), torch.empty(1, 8, 33, dtype=torch.int32, device="meta")
-    results = torch.empty_like(query), counts
-    implementation.measure(query, query, query, thresholds, None, None, results, causal, 0.1, "own_first", (measured, 128))
-    assert len(compiled) == 3 - causal
-    assert max(compiled) <= limit, (capability, head_dim, compiled)
-"""
-PROBLEMS = [  # one row is compiled as a constant
-    (80, 128, 1000, False, 128, 166912),
-    (86, 256, 1000, True, 128, 101376),
-    (90, 128, 1000, False, 128, 232448),
-    (90, 128, 1, True, 64, 232448),
-    (90, 256, 1000, True, 128, 232448),
-    (100, 128, 1000, True, 64, 232448),
-    (120, 64, 1000, True, 64, 101376),
-]
-
-
-def test_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
-    """From source to machine code, within the GPU's shared memory in bytes. Nothing is run."""
-    done = python(f"PROBLEMS = {PROBLEMS}\n{COMPILE}", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_what_it_publishes() -> None:
