@@ -74,7 +74,8 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
   template <int kBuffer>
   __device__ __forceinline__ void take(uint32_t position, int found) {
     ptx::pin(scores[kBuffer]);
-    if (this->is_cut(found)) this->mask_scores(scores[kBuffer], found, position % Smem::kKeyStages);
+    if (ptx::agreed(found < 0)) this->mask_scores(scores[kBuffer], found, position % Smem::kKeyStages);
+    ptx::pin(scores[kBuffer]);  // or a dozen are moved elsewhere in each step
     release(position);
   }
 
@@ -116,6 +117,7 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
     for (int i = 0; i < 2; ++i) {
       const float old_base = exp_base[i];
       exp_base[i] = ptx::max_nan(old_base, running_max[i] * unit);  // a row without a key so far keeps its own: kNoMax * unit may be lower
+      if (isnan(exp_base[i])) running_max[i] = kNoMax;  // as if it had none: it objects wherever it has a key, and only there
       rescale[i] = ptx::exp2_approx(old_base - exp_base[i]);
       exp_sum[i] *= rescale[i];
     }
@@ -181,13 +183,14 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
   template <int kBuffer>
   __device__ __forceinline__ bool turn(Places& at) {
     test_key(at);
+    const bool last = at.issue == at.end;
     const bool skips = skip_vote();
     if (skips) {
       skip<kBuffer>(at);
     } else {
       keep<kBuffer>(at);
     }
-    return at.issue > at.end;
+    return last;
   }
 
   // ---- the last tile ----
@@ -221,7 +224,7 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
     if (this->thread == 0) progress.visited = stream.tiles, progress.empty = 0;
     for (uint32_t position = stream_begin; position < begin; ++position) pass_tile(position);
     this->await_query();
-    if (begin < end) {
+    if (ptx::agreed(begin < end)) {
       Places at{begin, end, progress.value_parities};
       if constexpr (kHoldQuery) {
         this->load_query();
@@ -262,11 +265,12 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
 template <typename Smem>
 __device__ __forceinline__ void load_kept_values(const Params& params, Smem& smem, int group) {
   uint32_t blocks = 0;
-  for (; const Work* work = receive_block(smem, blocks); ++blocks) {
-    const Block block(*work);
-    const KeyTiles keys{ptx::read_uniform(work->bits), ptx::read_uniform(work->end)};
-    const int tiles = block.row0 + group * kGroupRows < params.q_len ? ptx::read_uniform(work->tiles) : 0;
-    int tile = ptx::read_uniform(work->first[group]);
+  for (; receive_block(smem, blocks); ++blocks) {
+    const Work& work = smem.work[blocks % 2];
+    const Block block(work);
+    const KeyTiles keys{ptx::read_uniform(work.bits), ptx::read_uniform(work.end)};
+    const int tiles = block.row0 + group * kGroupRows < params.q_len ? ptx::read_uniform(work.tiles) : 0;
+    int tile = ptx::read_uniform(work.first[group]);
 #pragma unroll 1
     for (int n = 0; n < tiles; ++n, tile = keys.next(smem, tile)) {
       const bool skips = ptx::barrier_all(kVote + group, kVoters, true);

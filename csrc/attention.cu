@@ -99,10 +99,12 @@ void describe_mask(Params& params, const TensorView& mask, int batch) {
     REQUIRE(fits, "attn_mask must broadcast from [batch, 1, 1, keys] = [" << batch << ", 1, 1, " << params.kv_len << "], got " << mask.shape());
   }
   params.mask = data(mask);
-  params.mask_stride_key = rank >= 1 && mask.size(rank - 1) > 1 ? mask.stride(rank - 1) : 0;
-  params.mask_stride_batch = rank == 4 && mask.size(0) > 1 ? mask.stride(0) : 0;
+  const int64_t bytes = type.bits / 8 > 0 ? type.bits / 8 : 1;
+  params.mask_stride_key = rank >= 1 && mask.size(rank - 1) > 1 ? bytes * mask.stride(rank - 1) : 0;
+  params.mask_stride_batch = rank == 4 && mask.size(0) > 1 ? bytes * mask.stride(0) : 0;
   params.mask_items = params.mask_stride_batch != 0 ? batch : 1;
-  REQUIRE(params.tiles <= 32 * kTileWords, "with an attn_mask, at most " << 32 * kTileWords * kTileKeys << " keys, got " << params.kv_len << "; use implementation=\"triton\"");
+  params.marks_tiles = params.tiles <= 32 * kTileWords;
+  params.meets_empty_tiles = params.is_causal || !params.marks_tiles;
 }
 
 void describe_query_mask(Params& params, const TensorView& mask, int batch) {
@@ -178,7 +180,7 @@ void run(Params params, TensorView query, TensorView key, TensorView value, Opti
   const int64_t blocks = batch * heads * params.q_blocks;
   REQUIRE(blocks <= std::numeric_limits<int>::max() - (1 << 16), "batch * heads * ceil(rows / 128) must be below 2^31 - 2^16, got " << blocks);
   params.blocks = static_cast<int>(blocks);
-  const bool marks_fit = !attn_mask.has_value() || params.mask_items * ((params.tiles + 31) / 32) <= kTileWords;
+  const bool marks_fit = !attn_mask.has_value() || (params.marks_tiles && params.mask_items * ((params.tiles + 31) / 32) <= kTileWords);
   const bool could_share = marks_fit && !query_mask.has_value() && !measures && !is_causal && params.threshold_stride == 0 && kv_len > 0;
   const int places = could_share ? multiprocessors(device) / params.cluster * params.cluster : 0;
   params.all_draws = params.blocks + places;

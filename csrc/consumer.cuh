@@ -124,28 +124,25 @@ struct Consumer {
 
   // What the buffer of K holds. Until it is handed back.
   __device__ __forceinline__ int read_tile(int stage) const { return *const_cast<const volatile int*>(&smem.key_tile[stage]); }
-  // The compiler sees that a vote is uniform: no reconvergence behind the branch.
-  __device__ __forceinline__ bool is_cut(int found) const { return __any_sync(~0u, found < 0); }
 
   // ---- a tile some of whose scores do not take part, or are not those of a positive scale; `found`, by all of the group ----
   __device__ __forceinline__ void mask_scores(Scores& scores, int found, int stage) {
     const int column0 = 2 * (thread % 4), key0 = ~found * kTileKeys + column0;
-    const int first_row = row(0);
-    const int limit = params.is_causal ? first_row - key0 : kTileKeys;  // the last column that the first row sees; the second one 8 more
 #pragma unroll
     for (int j = 0; j < kTileKeys / 8; ++j) {
       const float2 bias = ptx::load_pair(&smem.key_bias[stage][8 * j + column0]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float b = i % 2 == 0 ? bias.x : bias.y;
-        const bool seen = 8 * (j - i / 2) + i % 2 <= limit;
-        float& s = scores[4 * j + i];
-        asm volatile("{ .reg .pred p; fma.rn.f32 %0, %0, %1, %2; setp.eq.f32 p, %2, 0fFF800000; @p mov.f32 %0, 0fFF800000; }" : "+f"(s) : "f"(params.sign), "f"(b));
-        if (!seen) s = -kInfinity;
+      for (int i = 0; i < 4; ++i) ptx::add_bias(scores[4 * j + i], params.sign, i % 2 == 0 ? bias.x : bias.y);
+    }
+    if (params.is_causal) {
+      const int last = row(0) - key0;  // the last column that the first row sees; the second one 8 more
+#pragma unroll
+      for (int j = 0; j < kTileKeys / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) ptx::mask_beyond(scores[4 * j + i], 8 * (j - i / 2) + i % 2, last);
       }
     }
-    // Both together may leave nothing of a tile, which then counts as nothing.
-    if (params.is_causal && params.mask != nullptr) {
+    if (params.meets_empty_tiles) {  // which count as nothing
       bool any = false;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -154,6 +151,7 @@ struct Consumer {
       }
       if (!ptx::barrier_any(kStore + group, kWarpgroup, any) && thread == 0) ++progress().empty;
     }
+    __syncwarp();  // all have read the biases
   }
 
   // ---- the largest of the thread's own scores of each of its rows; as a tree, since a chain waits for each result ----

@@ -21,6 +21,7 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
   struct Places {
     RingPlace<Smem::kKeyStages> key;      // of this tile
     RingPlace<Smem::kValueStages> value;  // of the tile before, whose P V is due
+    int left;                             // tiles
     bool key_there = false;
   };
 
@@ -69,9 +70,9 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
   // Uniform over the warp; true for the first tile, and for a NaN. No lane needs to know what the others have.
   __device__ __forceinline__ bool exceeds(const float (&x)[2], float limit) const { return __any_sync(~0u, !((x[0] <= limit) & (x[1] <= limit))); }
 
-  // ---- one key tile, whose weights go to weights[kBuffer]; kPending: P V of the tile before is due ----
+  // ---- one key tile, whose weights go to weights[kBuffer]; kPending: P V of the tile before is due. Returns whether it is the last ----
   template <int kBuffer, bool kPending = true>
-  __device__ __forceinline__ void step(Places& at) {
+  __device__ __forceinline__ bool step(Places& at) {
     constexpr bool kMaximaFirst = kMeasures || !kPending;  // the first tile raises the base anyway
     bool value_there = false;
     if constexpr (kPending) value_there = ptx::mbarrier_test(ptx::smem_address(&smem.value_full[at.value.stage]), at.value.parity());
@@ -90,10 +91,11 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
     at.key.advance();
     if constexpr (kPending) at.value.advance();
     asm volatile("" : "+r"(key_empty), "+r"(value_empty), "+r"(found), "+r"(at.key.stage), "+r"(at.key.parities));
+    const bool last = ptx::agreed(--at.left == 0);
     at.key_there = ptx::mbarrier_test(ptx::smem_address(&smem.key_full[at.key.stage]), at.key.parity());
     ptx::wgmma_wait<kPending ? 1 : 0>();
     ptx::pin(scores);
-    if (this->is_cut(found)) this->mask_scores(scores, found, stage);
+    if (ptx::agreed(found < 0)) this->mask_scores(scores, found, stage);
     release(key_empty);
 
     float tile_max[2], sum[2], rescale[2];
@@ -119,6 +121,7 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
     if constexpr (kMaximaFirst) this->exponentiate(scores, weights[kBuffer % kBuffers], sum);
     exp_sum[0] += sum[0];
     exp_sum[1] += sum[1];
+    return last;
   }
 
   // ---- P V of the last tile ----
@@ -144,26 +147,26 @@ struct DenseConsumer : Consumer<Element, kHeadDim, Loop::kDense> {
       if (has_rows) this->load_query();
       this->release_query();
     }
-    Places at{{0, progress.key_parities}, {0, progress.value_parities}};
     const int begin = stream.begin(group), tiles = has_rows ? stream.tiles : 0;
+    Places at{{0, progress.key_parities}, {0, progress.value_parities}, tiles};
     const auto pass_tiles = [&](int count) {
       for (int n = 0; n < count; ++n, at.key.advance(), at.value.advance()) pass_tile(at);
     };
     if (this->thread == 0) progress.visited = tiles, progress.empty = 0;
     pass_tiles(begin);
-    if (tiles > 0) {
-      step<0, false>(at);
-      for (int left = tiles - 1;; left -= 2) {
-        if (left == 0) {
+    if (ptx::agreed(tiles > 0)) {
+      bool last = step<0, false>(at);
+      while (true) {
+        if (last) {
           finish<0>(at);
           break;
         }
-        step<1>(at);
-        if (left == 1) {
+        last = step<1>(at);
+        if (last) {
           finish<1>(at);
           break;
         }
-        step<0>(at);
+        last = step<0>(at);
       }
       at.key_there = false;
     }

@@ -40,9 +40,10 @@ template <typename Smem>
 __device__ __forceinline__ void load_blocks(const Params& params, Smem& smem) {
   BlockSource<Smem> blocks{params, smem};
   RingPlace<Smem::kKeyStages> at;
-  while (const Work* work = blocks.next()) {
-    const Block block(*work);
-    const Stream stream(*work);
+  while (blocks.next()) {
+    const Work& work = smem.work[(blocks.taken - 1) % 2];
+    const Block block(work);
+    const Stream stream(work);
     const int early = min(Smem::kKeyStages, stream.length);
     int tile = stream.first[0];
     if constexpr (Smem::kLoop == Loop::kDense) at.stage = 0;  // as its consumers; and see BlockSource::take
@@ -56,25 +57,34 @@ __device__ __forceinline__ void load_blocks(const Params& params, Smem& smem) {
   }
 }
 
-// One warp: says what K of every tile is, with it.
+// One warp: says what K of every tile is, with it. What it needs of the block it reads again for each: registers.
 template <typename Smem>
 __device__ __forceinline__ void describe_keys(const Params& params, Smem& smem) {
   RingPlace<Smem::kKeyStages> at;
   uint32_t blocks = 0;
-  for (; const Work* work = receive_block(smem, blocks); ++blocks) {
-    const Block block(*work);
-    const Stream stream(*work);
-    int tile = stream.first[0];
+  for (; receive_block(smem, blocks); ++blocks) {
+    const Work& work = smem.work[blocks % 2];
+    int tile = work.first[0];
     if constexpr (Smem::kLoop == Loop::kDense) at.stage = 0;
 #pragma unroll 1
-    for (int position = 0; position < stream.length; ++position) {
+    for (int left = work.tiles + work.offset1; left > 0; --left) {
       const int end = (tile + 1) * kTileKeys;
-      bool cut = end > params.kv_len || (params.is_causal && end > block.row0 + 1) || params.sign != 1.f;
-      if (stream.keys.bits >= 0) cut |= smem.tile_bits[stream.keys.bits + tile_words(params) + tile / 32] >> tile % 32 & 1;
+      bool cut = end > params.kv_len || (params.is_causal && end > work.row0 + 1) || params.sign != 1.f;
+      if (work.bits >= 0) {
+        cut |= smem.tile_bits[work.bits + tile_words(params) + tile / 32] >> tile % 32 & 1;
+      } else {
+        cut |= params.mask != nullptr;
+      }
       ptx::mbarrier_wait(ptx::smem_address(&smem.key_empty[at.stage]), at.parity() ^ 1);
       if (cut) {
+        constexpr int kPart = 4;
+        float bias[kPart];
 #pragma unroll 1
-        for (int key = threadIdx.x % 32; key < kTileKeys; key += 32) smem.key_bias[at.stage][key] = key_bias(params, block.batch, tile * kTileKeys + key);
+        for (int key = kPart * (threadIdx.x % 32); key < kTileKeys; key += 32 * kPart) {
+          key_biases(params, work.batch, tile * kTileKeys + key, bias);
+#pragma unroll
+          for (int i = 0; i < kPart; ++i) smem.key_bias[at.stage][key + i] = bias[i];
+        }
         __syncwarp();
       }
       if (threadIdx.x % 32 == 0) {
@@ -83,7 +93,7 @@ __device__ __forceinline__ void describe_keys(const Params& params, Smem& smem) 
       }
       __syncwarp();
       at.advance();
-      tile = stream.keys.next(smem, tile);
+      tile = KeyTiles{work.bits, work.end}.next(smem, tile);
     }
     release_block(smem, blocks);
   }
@@ -94,9 +104,10 @@ template <typename Smem>
 __device__ __forceinline__ void load_values(const Params& params, Smem& smem) {
   RingPlace<Smem::kValueStages> at;
   uint32_t blocks = 0;
-  for (; const Work* work = receive_block(smem, blocks); ++blocks) {
-    const Block block(*work);
-    const Stream stream(*work);
+  for (; receive_block(smem, blocks); ++blocks) {
+    const Work& work = smem.work[blocks % 2];
+    const Block block(work);
+    const Stream stream(work);
     int tile = stream.first[0];
     at.stage = 0;
 #pragma unroll 1
@@ -130,9 +141,10 @@ __device__ __forceinline__ void consume(const Params& params, Smem& smem) {
   auto& progress = progress_of_warp(smem);
   progress = {};
   __syncwarp();
-  while (const Work* work = receive_block(smem, progress.blocks)) {
-    const Block block(*work);
-    const Stream stream(*work);
+  while (receive_block(smem, progress.blocks)) {
+    const Work& work = smem.work[progress.blocks % 2];
+    const Block block(work);
+    const Stream stream(work);
     Consumer(params, smem, block, group).run(stream);
     const uint32_t done = progress.blocks;
     release_block(smem, done);
@@ -173,8 +185,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   // Where the CTAs share blocks there is one lambda for all.
   const int batch = Block(params, blockIdx.x).batch;
   const float lambda = kMeasures ? 0.f : clamp_threshold(params.threshold[batch * params.threshold_stride]);
-  // With a causal and a key mask, a group may see nothing of a tile whose V must not be read then: a vote, which nothing but that passes.
-  const bool dense = lambda == 0.f && !(params.is_causal && params.mask != nullptr);
+  // V of an empty tile must not be read: a vote, which nothing but those passes. (A measurement does multiply it by zeros.)
+  const bool dense = lambda == 0.f && !params.meets_empty_tiles;
 
   const auto with_smem = [&](auto run) {
     if constexpr (kMeasures) {
@@ -190,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
       init_barriers(params, smem);
       smem.log2_lambda = lambda == 0.f ? kNoMax : log2f(lambda);
     }
-    if (params.mask != nullptr) mark_tiles(params, smem, batch, params.shares_blocks ? params.mask_items : 1);
+    if (params.marks_tiles) mark_tiles(params, smem, batch, params.shares_blocks ? params.mask_items : 1);
   });
   __syncwarp();
   ptx::cluster_sync();

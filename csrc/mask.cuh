@@ -2,24 +2,40 @@
 // or with some masked or added to, for which the producer gives a bias with K.
 #pragma once
 
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "plan.cuh"
 
-// To be added to the key's raw scores; -inf: the key takes no part.
-__device__ __forceinline__ float key_bias(const Params& params, int batch, int key) {
-  if (key >= params.kv_len) return -INFINITY;
-  if (params.mask == nullptr) return 0.f;
-  const int64_t at = batch * params.mask_stride_batch + key * params.mask_stride_key;
-  float added;
-  switch (params.mask_type) {
-    case MaskType::kBool: return static_cast<const uint8_t*>(params.mask)[at] != 0 ? 0.f : -INFINITY;
-    case MaskType::kFloat32: added = static_cast<const float*>(params.mask)[at]; break;
-    case MaskType::kBFloat16: added = __bfloat162float(static_cast<const __nv_bfloat16*>(params.mask)[at]); break;
-    default: added = __half2float(static_cast<const __half*>(params.mask)[at]); break;
+// To be added to the raw scores of keys first, first + 1, ...; -inf: the key takes no part. What is finite is held within 1e6: beside a base further
+// away the exps would overflow by the base's rounding, and scores are rounded to whole units there anyway.
+template <int kCount>
+__device__ __forceinline__ void key_biases(const Params& params, int batch, int first, float (&bias)[kCount]) {
+  const MaskType type = params.mask_type;
+  const char* at = static_cast<const char*>(params.mask) + batch * params.mask_stride_batch + first * params.mask_stride_key;
+  uint32_t raw[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i, at += params.mask_stride_key) {  // all loads before what is made of them
+    raw[i] = 0;
+    if (type != MaskType::kNone && first + i < params.kv_len) {
+      if (type == MaskType::kBool) {
+        raw[i] = *reinterpret_cast<const uint8_t*>(at);
+      } else if (type == MaskType::kFloat32) {
+        raw[i] = *reinterpret_cast<const uint32_t*>(at);
+      } else {
+        raw[i] = *reinterpret_cast<const uint16_t*>(at);
+      }
+    }
   }
-  return added * params.bias_unit;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    float added = 0.f;
+    if (type == MaskType::kBool) added = raw[i] != 0 ? 0.f : -INFINITY;
+    if (type == MaskType::kFloat32) added = __uint_as_float(raw[i]);
+    if (type == MaskType::kBFloat16) added = __uint_as_float(raw[i] << 16);
+    if (type == MaskType::kFloat16) added = __half2float(__ushort_as_half(raw[i]));
+    if (fabsf(added) > 1e6f && fabsf(added) != INFINITY) added = copysignf(1e6f, added);
+    bias[i] = first + i < params.kv_len ? added * params.bias_unit : -INFINITY;
+  }
 }
 
 // In `tile_bits`, of each batch item that the CTA works on: a bit for each tile, whether some key takes part; then a bit, whether some key is not
@@ -29,28 +45,27 @@ __device__ __forceinline__ int tile_bits_of(const Params& params, int batch) {
   return params.shares_blocks && params.mask_items > 1 ? 2 * batch * tile_words(params) : 0;
 }
 
-// By all threads of the CTA, `batch`: of the first block. A warp for each word.
+// By all threads of the CTA, `batch`: of the first block. A warp for eight tiles, a byte of each.
 template <typename Smem>
 __device__ __forceinline__ void mark_tiles(const Params& params, Smem& smem, int batch, int items) {
-  const int words = tile_words(params), lane = threadIdx.x % 32;
-  for (int n = threadIdx.x / 32; n < items * words; n += kThreads / 32) {
-    const int item = n / words, word = n % words;
+  const int bytes = 4 * tile_words(params);
+  uint8_t* marks = reinterpret_cast<uint8_t*>(smem.tile_bits);
+  for (int n = threadIdx.x / 32; n < items * bytes; n += kThreads / 32) {
+    const int item = n / bytes, byte = n % bytes;
     uint32_t live = 0, partial = 0;
-#pragma unroll 4
-    for (int t = 0; t < 32; ++t) {
+#pragma unroll 1
+    for (int t = 0; t < 8; ++t) {
+      float bias[kTileKeys / 32];
+      key_biases(params, items == 1 ? batch : item, (8 * byte + t) * kTileKeys + kTileKeys / 32 * (threadIdx.x % 32), bias);
       bool any = false, other = false;
 #pragma unroll
-      for (int key = lane; key < kTileKeys; key += 32) {
-        const float bias = key_bias(params, items == 1 ? batch : item, (32 * word + t) * kTileKeys + key);
-        any |= bias != -INFINITY;
-        other |= bias != 0.f;
-      }
+      for (int i = 0; i < kTileKeys / 32; ++i) any |= bias[i] != -INFINITY, other |= bias[i] != 0.f;
       live |= static_cast<uint32_t>(__any_sync(~0u, any)) << t;
       partial |= static_cast<uint32_t>(__any_sync(~0u, other)) << t;
     }
-    if (lane == 0) {
-      smem.tile_bits[2 * item * words + word] = live;
-      smem.tile_bits[(2 * item + 1) * words + word] = partial;
+    if (threadIdx.x % 32 == 0) {
+      marks[2 * item * bytes + byte] = live;
+      marks[(2 * item + 1) * bytes + byte] = partial;
     }
   }
 }

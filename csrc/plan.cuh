@@ -17,7 +17,7 @@ constexpr int kMostTrials = 32;       // lambdas of a measurement: a lane each
 constexpr uint32_t kNoTally = ~0u;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512 = 384 * 168, what the launch gives; more deadlocks
-constexpr int kTileWords = 48;        // of 32 tiles: the most of a call with a key mask
+constexpr int kTileWords = 48;        // of 32 tiles: the most that are marked where there is a key mask, see mask.cuh
 
 // A tile of K or V comes in two copies of this many keys x 64 elements: two panels, or two halves of the only panel.
 __host__ __device__ constexpr int copy_keys(int panels) { return kTileKeys * panels / 2; }
@@ -102,10 +102,12 @@ struct Params {
   int64_t threshold_stride;
   int trials;                                 // of a measurement
   bool wide;                                  // a measurement's groups are of kBlockRows rows
-  const void* mask;                           // key mask [B, Skv] or nullptr, strides in elements
+  const void* mask;                           // key mask [B, Skv] or nullptr, strides in bytes
   MaskType mask_type;
   int64_t mask_stride_batch, mask_stride_key;
   int mask_items;                             // B, or 1 for all
+  bool marks_tiles;                           // they fit into kTileWords
+  bool meets_empty_tiles;                     // a group may see nothing of a tile: causal and a key mask leave no key together, or no marks
   const uint8_t* query_mask;                  // [B, Sq] or nullptr, strides in elements
   int64_t query_mask_stride_batch, query_mask_stride_row;
   int heads, heads_per_kv_head;

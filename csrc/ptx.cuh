@@ -117,6 +117,14 @@ __device__ __forceinline__ float2 load_pair(const float* address) {
   return x;
 }
 
+// In place, or the compiler keeps both versions of a tile's scores, and spills. s = sign * s + bias, and -inf where that is the bias: NaN too.
+__device__ __forceinline__ void add_bias(float& s, float sign, float bias) {
+  asm volatile("{ .reg .pred p; fma.rn.f32 %0, %0, %1, %2; setp.eq.f32 p, %2, 0fFF800000; @p mov.f32 %0, 0fFF800000; }" : "+f"(s) : "f"(sign), "f"(bias));
+}
+__device__ __forceinline__ void mask_beyond(float& s, int column, int last) {
+  asm volatile("{ .reg .pred p; setp.gt.s32 p, %1, %2; @p mov.f32 %0, 0fFF800000; }" : "+f"(s) : "r"(column), "r"(last));
+}
+
 // Four 8x8 matrices of two-byte elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrix(uint32_t* x, uint32_t row_smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row_smem) : "memory");
@@ -138,6 +146,10 @@ __device__ __forceinline__ uint32_t uniform(uint32_t x) {
   asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
   return y;
 }
+
+// Of a condition that the whole warp agrees on. From a vote the compiler knows that too: behind a branch on it no reconvergence (40 cycles), and in a
+// loop that ends by it uniform registers.
+__device__ __forceinline__ bool agreed(bool condition) { return __any_sync(~0u, condition); }
 
 __device__ __forceinline__ int read_uniform(const int& x) { return static_cast<int>(uniform(*const_cast<const volatile int*>(&x))); }
 

@@ -79,7 +79,7 @@ struct Stream {
     // A block without rows fills up a cluster: of use where it copies for the other CTA.
     int end = Smem::kLoop == Loop::kAhead && block.row0 >= params.q_len ? 0 : params.tiles;
     if (params.is_causal) end = min(end, (min(block.row0 + kBlockRows, params.q_len) + kTileKeys - 1) / kTileKeys);
-    const KeyTiles keys{params.mask == nullptr ? -1 : tile_bits_of(params, block.batch), end};
+    const KeyTiles keys{params.marks_tiles ? tile_bits_of(params, block.batch) : -1, end};
     work.bits = keys.bits, work.end = end, work.offset1 = 0;
     const int tiles = keys.before(smem, end);
     work.tiles = tiles;

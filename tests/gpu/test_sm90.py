@@ -145,6 +145,83 @@ def test_masks(head_dim: int, order: str, causal: bool) -> None:
     check(query, key, value, thresholds, attn_mask=torch.full((1, 1, 1, 1100), -10000.0, device="cuda"), **options)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 1.0])
+def test_masks_at_any_scale(scale: float, causal: bool) -> None:
+    query, key, value = exact_inputs(2, 2, 1, 300, 900, 64, torch.bfloat16)
+    keep = torch.rand(2, 1, 1, 900, device="cuda") < 0.5
+    keep[..., :200] = False  # causal: rows without a key before those with one
+    keep[1, ..., 384:640] = False
+    for mask in (keep, torch.where(keep, 1.5, -math.inf)):
+        for threshold in (0.0, THRESHOLD):
+            check(query, key, value, threshold, attn_mask=mask, scale=scale, is_causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_masks_where_blocks_are_shared(head_dim: int) -> None:
+    query, key, value = exact_inputs(3, 40, 4, 500, 900, head_dim, torch.bfloat16)  # 480 blocks for 132 multiprocessors
+    keep = torch.rand(3, 1, 1, 900, device="cuda") < 0.5
+    keep[0, ..., 256:512] = False
+    keep[1, ..., :700] = False
+    keep[2] = False
+    for mask in (keep, keep[:1], torch.where(keep, 0.5, -math.inf), keep[0, 0, 0].half().log()):
+        for threshold in (0.0, THRESHOLD):
+            for order in ORDERS:
+                check(query, key, value, threshold, attn_mask=mask, tile_order=order)
+
+
+@pytest.mark.parametrize(("batch", "heads", "keys"), [(3, 50, 70_000), (1, 3, 200_000)])
+def test_masks_of_more_tiles_than_are_marked(batch: int, heads: int, keys: int) -> None:
+    """Marks of 196,608 keys fit into shared memory; 150 blocks would be shared if those of all items did."""
+    query, key, value = exact_inputs(batch, heads, 1, 64, keys, 64, torch.bfloat16)
+    keep = torch.rand(batch, 1, 1, keys, device="cuda") < 0.5
+    keep[..., 1280:6400] = False
+    value[:, :, 1280:6400] = math.nan
+    clean = value.nan_to_num()
+    for threshold in (0.0, THRESHOLD):
+        have = attend(query, key, value, threshold, attn_mask=keep)
+        for x, y in zip(have, attend(query, key, clean, threshold, attn_mask=keep), strict=True):
+            assert torch.equal(x, y)
+        assert check(query, key, clean, threshold, attn_mask=keep)[0] == batch * heads * (-(-keys // 128) - 40)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("far", [-1e9, torch.finfo(torch.float32).min, -65504.0])
+def test_a_finite_mask_is_a_score(far: float, causal: bool) -> None:
+    query, key, value = exact_inputs(1, 2, 2, 700, 700, 64, torch.float16)
+    mask = torch.zeros(1, 1, 1, 700, device="cuda")
+    mask[..., :300] = far
+    for order in ORDERS:
+        for threshold in (0.0, THRESHOLD):
+            options = {"attn_mask": mask, "is_causal": causal, "scale": SCALE, "tile_order": order}
+            out, _, counts = attend(query, key, value, threshold, **options)  # type: ignore[arg-type]
+            given = query.float(), key.float(), value.float(), torch.tensor(threshold, device="cuda")
+            want, _, want_counts = reference_attention(*given, **options)  # type: ignore[arg-type]
+            assert torch.equal(counts[..., 0], want_counts[..., 0])
+            real = slice(300, None) if causal else slice(None)  # the other rows see nothing else: scores within rounding of such a number
+            assert (out[:, :, real].float() - want[:, :, real]).norm() <= TOLERANCE[torch.float16] * want[:, :, real].norm()
+            assert out.isfinite().all()
+            assert out[:, :, :300].abs().sum(-1).gt(0).all()
+
+
+def test_a_tile_that_causal_and_key_mask_leave_empty() -> None:
+    """Rows 128 to 191 see nothing of the second tile, the next 64 rows something: the first group must neither read its V nor count it."""
+    query, key, value = exact_inputs(1, 2, 2, 256, 256, 128, torch.bfloat16)
+    keep = torch.ones(1, 1, 1, 256, dtype=torch.bool, device="cuda")
+    keep[..., 128:192] = False
+    value[:, :, 200] = math.nan
+    for bad in (False, True):
+        if bad:
+            query[:, :, 130, 3] = math.nan
+        for threshold in (0.0, THRESHOLD):
+            out, _, counts = attend(query, key, value, threshold, attn_mask=keep, is_causal=True)
+            given = torch.tensor(threshold, device="cuda")
+            options = {"attn_mask": keep, "is_causal": True, "scale": SCALE}
+            assert torch.equal(counts, reference_attention(query, key, value.nan_to_num(), given, **options)[2])  # type: ignore[arg-type]
+            rows = out[0, 0, 128:192].isnan().any(-1)
+            assert rows.nonzero().flatten().tolist() == ([2] if bad else [])
+
+
 def test_masked_values_of_passed_tiles_are_not_read() -> None:
     query, key, value = exact_inputs(1, 2, 2, 256, 512, 128, torch.bfloat16)
     keep = torch.ones(1, 1, 1, 512, dtype=torch.bool, device="cuda")
@@ -261,10 +338,12 @@ def test_dense_error_is_no_larger_than_cudnn(head_dim: int, dtype: torch.dtype) 
 
 def test_repeats_are_bit_identical() -> None:
     inputs = exact_inputs(1, 12, 12, 2048, 2048, 128, torch.bfloat16)  # 192 blocks for 132 multiprocessors
+    keep = torch.rand(1, 1, 1, 2048, device="cuda") < 0.5
     for threshold in (0.0, THRESHOLD):
-        first = attend(*inputs, threshold)
-        for _ in range(500):
-            assert all(torch.equal(x, y) for x, y in zip(attend(*inputs, threshold), first, strict=True))
+        for mask, times in ((None, 500), (keep, 100)):
+            first = attend(*inputs, threshold, mask)
+            for _ in range(times):
+                assert all(torch.equal(x, y) for x, y in zip(attend(*inputs, threshold, mask), first, strict=True))
 
 
 def test_random_shapes() -> None:
