@@ -99,8 +99,9 @@ void describe_mask(Params& params, const TensorView& mask, int batch) {
     REQUIRE(fits, "attn_mask must broadcast from [batch, 1, 1, keys] = [" << batch << ", 1, 1, " << params.kv_len << "], got " << mask.shape());
   }
   params.mask = data(mask);
-  const int64_t bytes = type.bits / 8 > 0 ? type.bits / 8 : 1;
-  params.mask_stride_key = rank >= 1 && mask.size(rank - 1) > 1 ? bytes * mask.stride(rank - 1) : 0;
+  const int64_t bytes = type.bits / 8, key_stride = rank >= 1 && mask.size(rank - 1) > 1 ? bytes * mask.stride(rank - 1) : 0;
+  REQUIRE(std::abs(key_stride) <= std::numeric_limits<int>::max(), "attn_mask must not have 2 GB from key to key; use .contiguous()");
+  params.mask_stride_key = static_cast<int>(key_stride);
   params.mask_stride_batch = rank == 4 && mask.size(0) > 1 ? bytes * mask.stride(0) : 0;
   params.mask_items = params.mask_stride_batch != 0 ? batch : 1;
   params.marks_tiles = params.tiles <= 32 * kTileWords;

@@ -77,14 +77,9 @@ __device__ __forceinline__ void describe_keys(const Params& params, Smem& smem) 
       }
       ptx::mbarrier_wait(ptx::smem_address(&smem.key_empty[at.stage]), at.parity() ^ 1);
       if (cut) {
-        constexpr int kPart = 4;
-        float bias[kPart];
-#pragma unroll 1
-        for (int key = kPart * (threadIdx.x % 32); key < kTileKeys; key += 32 * kPart) {
-          key_biases(params, work.batch, tile * kTileKeys + key, bias);
-#pragma unroll
-          for (int i = 0; i < kPart; ++i) smem.key_bias[at.stage][key + i] = bias[i];
-        }
+        float bias[kLaneKeys];
+        key_biases(params, work.batch, tile, bias);
+        *reinterpret_cast<float4*>(&smem.key_bias[at.stage][kLaneKeys * (threadIdx.x % 32)]) = {bias[0], bias[1], bias[2], bias[3]};
         __syncwarp();
       }
       if (threadIdx.x % 32 == 0) {

@@ -6,18 +6,23 @@
 
 #include "plan.cuh"
 
-// To be added to the raw scores of keys first, first + 1, ...; -inf: the key takes no part. What is finite is held within 1e6: beside a base further
-// away the exps would overflow by the base's rounding, and scores are rounded to whole units there anyway.
-template <int kCount>
-__device__ __forceinline__ void key_biases(const Params& params, int batch, int first, float (&bias)[kCount]) {
+constexpr int kLaneKeys = kTileKeys / 32;
+
+// To be added to the raw scores of the lane's keys of a tile, 4 * lane and so on; -inf: the key takes no part. What is finite is held within 1e6: beside
+// a base further away the exps would overflow by the base's rounding, and scores are rounded to whole units there anyway.
+__device__ __forceinline__ void key_biases(const Params& params, int batch, int tile, float (&bias)[kLaneKeys]) {
+  const int first = tile * kTileKeys + kLaneKeys * (threadIdx.x % 32);
   const MaskType type = params.mask_type;
-  const char* at = static_cast<const char*>(params.mask) + batch * params.mask_stride_batch + first * params.mask_stride_key;
-  uint32_t raw[kCount];
+  const char* at = static_cast<const char*>(params.mask) + batch * params.mask_stride_batch + int64_t{first} * params.mask_stride_key;
+  const uint32_t masked = type == MaskType::kBool ? 0 : type == MaskType::kBFloat16 ? 0xFF80 : type == MaskType::kFloat16 ? 0xFC00 : 0xFF800000;
+  uint32_t raw[kLaneKeys];
 #pragma unroll
-  for (int i = 0; i < kCount; ++i, at += params.mask_stride_key) {  // all loads before what is made of them
-    raw[i] = 0;
-    if (type != MaskType::kNone && first + i < params.kv_len) {
-      if (type == MaskType::kBool) {
+  for (int i = 0; i < kLaneKeys; ++i, at += params.mask_stride_key) {  // all loads before what is made of them
+    raw[i] = masked;
+    if (first + i < params.kv_len) {
+      if (type == MaskType::kNone) {
+        raw[i] = 0;
+      } else if (type == MaskType::kBool) {
         raw[i] = *reinterpret_cast<const uint8_t*>(at);
       } else if (type == MaskType::kFloat32) {
         raw[i] = *reinterpret_cast<const uint32_t*>(at);
@@ -27,14 +32,13 @@ __device__ __forceinline__ void key_biases(const Params& params, int batch, int 
     }
   }
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    float added = 0.f;
+  for (int i = 0; i < kLaneKeys; ++i) {
+    float added = __uint_as_float(raw[i]);
     if (type == MaskType::kBool) added = raw[i] != 0 ? 0.f : -INFINITY;
-    if (type == MaskType::kFloat32) added = __uint_as_float(raw[i]);
     if (type == MaskType::kBFloat16) added = __uint_as_float(raw[i] << 16);
     if (type == MaskType::kFloat16) added = __half2float(__ushort_as_half(raw[i]));
     if (fabsf(added) > 1e6f && fabsf(added) != INFINITY) added = copysignf(1e6f, added);
-    bias[i] = first + i < params.kv_len ? added * params.bias_unit : -INFINITY;
+    bias[i] = added * params.bias_unit;
   }
 }
 
@@ -55,11 +59,11 @@ __device__ __forceinline__ void mark_tiles(const Params& params, Smem& smem, int
     uint32_t live = 0, partial = 0;
 #pragma unroll 1
     for (int t = 0; t < 8; ++t) {
-      float bias[kTileKeys / 32];
-      key_biases(params, items == 1 ? batch : item, (8 * byte + t) * kTileKeys + kTileKeys / 32 * (threadIdx.x % 32), bias);
+      float bias[kLaneKeys];
+      key_biases(params, items == 1 ? batch : item, 8 * byte + t, bias);
       bool any = false, other = false;
 #pragma unroll
-      for (int i = 0; i < kTileKeys / 32; ++i) any |= bias[i] != -INFINITY, other |= bias[i] != 0.f;
+      for (int i = 0; i < kLaneKeys; ++i) any |= bias[i] != -INFINITY, other |= bias[i] != 0.f;
       live |= static_cast<uint32_t>(__any_sync(~0u, any)) << t;
       partial |= static_cast<uint32_t>(__any_sync(~0u, other)) << t;
     }

@@ -104,7 +104,8 @@ struct Params {
   bool wide;                                  // a measurement's groups are of kBlockRows rows
   const void* mask;                           // key mask [B, Skv] or nullptr, strides in bytes
   MaskType mask_type;
-  int64_t mask_stride_batch, mask_stride_key;
+  int64_t mask_stride_batch;
+  int mask_stride_key;
   int mask_items;                             // B, or 1 for all
   bool marks_tiles;                           // they fit into kTileWords
   bool meets_empty_tiles;                     // a group may see nothing of a tile: causal and a key mask leave no key together, or no marks
