@@ -29,7 +29,7 @@ struct BlockSource {
     const int index = ptx::read_uniform(work.there);
     if (index >= 0) {
       const Block block(params, index);
-      work.batch = block.batch, work.head = block.head, work.kv_head = block.kv_head, work.row0 = block.row0;
+      if (leads) work.batch = block.batch, work.head = block.head, work.kv_head = block.kv_head, work.row0 = block.row0;
       __syncwarp();
       Stream::plan(params, smem, Block(work), work);
       __syncwarp();

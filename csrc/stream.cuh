@@ -71,27 +71,28 @@ struct Stream {
   }
   __device__ __forceinline__ int begin(int group) const { return group == 0 ? 0 : offset1; }
 
-  // Of the block, into `work`; by a whole warp. Without votes the order means nothing but rounding; ascending gives both CTAs of a cluster the same. A
-  // measurement has the order of the votes that it foresees. Step by step, since the producer has few registers.
+  // Of the block, into `work`; by a whole warp, of which the first lane writes. Without votes the order means nothing but rounding; ascending gives both
+  // CTAs of a cluster the same. A measurement has the order of the votes that it foresees. Step by step, since the producer has few registers.
   template <typename Smem>
   __device__ __forceinline__ static void plan(const Params& params, const Smem& smem, const Block& block, Work& work) {
     const bool own_first = params.own_first && (Smem::kLoop != Loop::kDense || params.trials > 0);
+    const bool writes = threadIdx.x % 32 == 0;
     // A block without rows fills up a cluster: of use where it copies for the other CTA.
     int end = Smem::kLoop == Loop::kAhead && block.row0 >= params.q_len ? 0 : params.tiles;
     if (params.is_causal) end = min(end, (min(block.row0 + kBlockRows, params.q_len) + kTileKeys - 1) / kTileKeys);
     const KeyTiles keys{params.marks_tiles ? tile_bits_of(params, block.batch) : -1, end};
-    work.bits = keys.bits, work.end = end, work.offset1 = 0;
     const int tiles = keys.before(smem, end);
-    work.tiles = tiles;
+    if (writes) work.bits = keys.bits, work.end = end, work.offset1 = 0, work.tiles = tiles;
     if (tiles == 0) return;
 #pragma unroll 1
     for (int g = 0; g < kGroups; ++g) {
       const int own = own_first ? own_tile(params, 2u * block.row0 + (params.wide ? kBlockRows : (2 * g + 1) * kGroupRows)) : 0;
       const int first = keys.from(smem, min(own, params.tiles - 1));  // causal: the tiles from `end` on are masked for all rows, so the order wraps at once
-      work.first[g] = first;
+      if (writes) work.first[g] = first;
+      __syncwarp();
       if (g == 1 && block.row0 + kGroupRows < params.q_len) {
         const int offset = keys.before(smem, first) - keys.before(smem, ptx::read_uniform(work.first[0]));
-        work.offset1 = offset < 0 ? offset + tiles : offset;
+        if (writes) work.offset1 = offset < 0 ? offset + tiles : offset;
       }
     }
   }
