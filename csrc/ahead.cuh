@@ -8,10 +8,7 @@
 #include "consumer.cuh"
 #include "load.cuh"
 
-// The group, and the warp that loads V of the tiles that it keeps. That the latter learns of the vote from the barrier itself, and not through an
-// mbarrier behind it, is worth 3 % at half of the tiles skipped: V comes late as it is. compute-sanitizer's synccheck takes the two instructions
-// that meet in the barrier for a divergence, as it does with barriers of the aligned form, which this is not.
-constexpr int kVoters = kWarpgroup + 32;
+constexpr int kWishers = kWarpgroup + 32;  // threads: the group, and the warp that loads its V
 
 template <typename Element, int kHeadDim>
 struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
@@ -31,6 +28,7 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
   float tile_max[2];      // of the tile voted on next, this thread's scores only
   float running_max[2];   // of the tiles kept; raw scores
   float cutoff[2];        // running_max + ln(lambda)
+  int tile;               // voted on next
   bool rises;             // uniform over the warp: the tile raises some running maximum
   const float threshold;  // ln(lambda), in units of raw scores
 
@@ -49,7 +47,18 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
   // it false, so its row objects. Rows past the end have no vote.
   __device__ __forceinline__ bool skip_vote() const {
     const bool agree = ((row_votes[0] == 0) | (tile_max[0] < cutoff[0])) & ((row_votes[1] == 0) | (tile_max[1] < cutoff[1]));
-    return ptx::barrier_all(kVote + group, kVoters, agree);
+    return ptx::barrier_all(kVote + group, kWarpgroup, agree);
+  }
+
+  // V of the tile is to be loaded. A named barrier on which this group does not wait: with an mbarrier half of the tiles skipped takes 3 % longer. Not
+  // again before V is there, so the other side has been there too.
+  __device__ __forceinline__ void want_value() const {
+    if (this->thread == 0) *const_cast<volatile int*>(&smem.wish[group].tile) = tile;
+    ptx::barrier_arrive(kWish + group, kWishers);
+  }
+  __device__ __forceinline__ void want_no_more() const {
+    if (this->thread == 0) *const_cast<volatile uint32_t*>(&smem.wish[group].blocks) = this->progress().blocks + 1;
+    ptx::barrier_sync(kWish + group, kWishers);
   }
 
   __device__ __forceinline__ void release(uint32_t position) const {
@@ -74,6 +83,7 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
   template <int kBuffer>
   __device__ __forceinline__ void take(uint32_t position, int found) {
     ptx::pin(scores[kBuffer]);
+    tile = this->tile_of(found);
     if (ptx::agreed(found < 0)) this->mask_scores(scores[kBuffer], found, position % Smem::kKeyStages);
     ptx::pin(scores[kBuffer]);  // or a dozen are moved elsewhere in each step
     release(position);
@@ -151,6 +161,7 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
   // ---- tile n is kept: its P V beside the maxima of n + 1, then Q K^T of n + 2 ----
   template <int kBuffer>
   __device__ __forceinline__ void keep(Places& at) {
+    want_value();
     Weights weights;
     softmax_step<kBuffer>(weights);
     const uint32_t value = ptx::uniform(this->value_operand(group));
@@ -200,6 +211,7 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
       ++skipped;
       ptx::wgmma_wait<0>();
     } else {
+      want_value();
       Weights weights;
       softmax_step<kBuffer>(weights);
       await_qk_and_value(at, weights[20] >> 31);
@@ -257,24 +269,22 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
       this->release_query();
     }
     for (uint32_t position = end, last = progress.tiles; position < last; ++position) pass_tile(position);
+    want_no_more();
     this->store_output();
   }
 };
 
-// One warp for each group: takes part in its votes, and loads V of the tiles that it keeps. P V of the tile before is over by then.
+// One warp for each group: loads V of the tiles that it wants. P V of the tile before is over by then.
 template <typename Smem>
-__device__ __forceinline__ void load_kept_values(const Params& params, Smem& smem, int group) {
+__device__ __forceinline__ void load_wanted_values(const Params& params, Smem& smem, int group) {
   uint32_t blocks = 0;
   for (; receive_block(smem, blocks); ++blocks) {
-    const Work& work = smem.work[blocks % 2];
-    const Block block(work);
-    const KeyTiles keys{ptx::read_uniform(work.bits), ptx::read_uniform(work.end)};
-    const int tiles = block.row0 + group * kGroupRows < params.q_len ? ptx::read_uniform(work.tiles) : 0;
-    int tile = ptx::read_uniform(work.first[group]);
-#pragma unroll 1
-    for (int n = 0; n < tiles; ++n, tile = keys.next(smem, tile)) {
-      const bool skips = ptx::barrier_all(kVote + group, kVoters, true);
-      if (!skips && threadIdx.x % 32 == 0) load_tile(smem.value[group], &params.value_map, smem.value_full[group], tile, block);
+    const Block block(smem.work[blocks % 2]);
+    while (true) {
+      ptx::barrier_sync(kWish + group, kWishers);
+      const auto [tile, done] = ptx::load_pair(&smem.wish[group]);
+      if (done != blocks) break;
+      if (ptx::elect()) load_tile(smem.value[group], params.value_maps, smem.value_full[group], tile, block);
       __syncwarp();
     }
     release_block(smem, blocks);

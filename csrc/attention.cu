@@ -62,20 +62,20 @@ PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
 bool is_type(DLDataType type, uint8_t code, uint8_t bits) { return type.code == code && type.bits == bits && type.lanes == 1; }
 void* data(const TensorView& tensor) { return static_cast<char*>(tensor.data_ptr()) + tensor.byte_offset(); }
 
-// Tensor [B, H, S, D] as the copy engine sees it: boxes of `rows` tokens x 64 elements, 128-byte swizzled.
-CUtensorMap tensor_map(const TensorView& tensor, const char* name, CUtensorMapDataType type, int rows) {
-  uint64_t sizes[4], strides[3];
-  for (int i = 0; i < 4; ++i) sizes[i] = std::max<int64_t>(tensor.size(3 - i), 1);
-  for (int i = 0; i < 3; ++i) {  // the stride of a dimension of size 1 means nothing, but must still be legal
-    const int64_t stride = sizes[i + 1] == 1 ? 8 : tensor.stride(2 - i);
-    REQUIRE(stride >= 0 && stride % 8 == 0, name << " must have strides in multiples of 16 bytes, got " << stride << " elements; use .contiguous()");
-    strides[i] = static_cast<uint64_t>(stride) * 2;
-  }
+// Tensor [B, H, S, D] as the copy engine sees it: boxes of `rows` tokens x `panels` panels of 64 elements, 128-byte swizzled.
+CUtensorMap tensor_map(const TensorView& tensor, const char* name, CUtensorMapDataType type, int rows, int panels) {
+  const auto size = [&](int i) { return static_cast<uint64_t>(std::max<int64_t>(tensor.size(i), 1)); };
+  const auto stride = [&](int i) {  // in bytes; that of a dimension of size 1 means nothing, but must still be legal
+    const int64_t elements = size(i) == 1 ? 8 : tensor.stride(i);
+    REQUIRE(elements >= 0 && elements % 8 == 0, name << " must have strides in multiples of 16 bytes, got " << elements << " elements; use .contiguous()");
+    return static_cast<uint64_t>(elements) * 2;
+  };
+  const uint64_t sizes[5] = {kPanel, size(2), size(3) / kPanel, size(1), size(0)}, strides[4] = {stride(2), kPanel * 2, stride(1), stride(0)};
   REQUIRE(tensor.stride(3) == 1, name << " must have a unit last stride, got " << tensor.stride(3) << "; use .contiguous()");
   REQUIRE(reinterpret_cast<uintptr_t>(data(tensor)) % 16 == 0, name << " must start at a multiple of 16 bytes; use .clone()");
-  const uint32_t box[4] = {kPanel, static_cast<uint32_t>(rows), 1, 1}, element_strides[4] = {1, 1, 1, 1};
+  const uint32_t box[5] = {kPanel, static_cast<uint32_t>(rows), static_cast<uint32_t>(panels), 1, 1}, element_strides[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result = tensor_map_encoder()(&map, type, 4, data(tensor), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+  const CUresult result = tensor_map_encoder()(&map, type, 5, data(tensor), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     TVM_FFI_THROW(ValueError) << name << " cannot be described to the copy engine (CUresult " << result << "): sizes " << tensor.shape() << ", strides " << tensor.strides();
@@ -150,9 +150,10 @@ void run(Params params, TensorView query, TensorView key, TensorView value, Opti
   if (q_len == 0) return;
 
   const auto map_type = half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  params.query_map = tensor_map(query, "query", map_type, kGroupRows);
-  params.key_map = tensor_map(key, "key", map_type, copy_keys(head_dim / kPanel));
-  params.value_map = tensor_map(value, "value", map_type, copy_keys(head_dim / kPanel));
+  const int panels = static_cast<int>(head_dim) / kPanel;
+  params.query_map = tensor_map(query, "query", map_type, kGroupRows, panels);
+  params.key_maps.whole = tensor_map(key, "key", map_type, kTileKeys, panels);
+  params.value_maps.whole = tensor_map(value, "value", map_type, kTileKeys, panels);
   params.out = data(out);
   params.out_stride_batch = out.stride(0);
   params.out_stride_head = out.stride(1);
@@ -177,6 +178,10 @@ void run(Params params, TensorView query, TensorView key, TensorView value, Opti
   // Without votes a pair of CTAs shares copies (see load.cuh); an odd number of blocks costs an idle one in each head.
   const int64_t q_blocks = (q_len + kBlockRows - 1) / kBlockRows;
   params.cluster = !attn_mask.has_value() && !measures && !is_causal && (q_blocks % 2 == 0 || q_blocks > 16) ? 2 : 1;
+  if (params.cluster > 1) {
+    params.key_maps.half = tensor_map(key, "key", map_type, half_keys(panels), 1);
+    params.value_maps.half = tensor_map(value, "value", map_type, half_keys(panels), 1);
+  }
   params.q_blocks = static_cast<int>((q_blocks + params.cluster - 1) / params.cluster * params.cluster);
   const int64_t blocks = batch * heads * params.q_blocks;
   REQUIRE(blocks <= std::numeric_limits<int>::max() - (1 << 16), "batch * heads * ceil(rows / 128) must be below 2^31 - 2^16, got " << blocks);

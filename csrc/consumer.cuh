@@ -125,12 +125,14 @@ struct Consumer {
   // What the buffer of K holds. Until it is handed back.
   __device__ __forceinline__ int read_tile(int stage) const { return *const_cast<const volatile int*>(&smem.key_tile[stage]); }
 
+  __device__ __forceinline__ static int tile_of(int found) { return found ^ (found >> 31); }
+
   // ---- a tile some of whose scores do not take part, or are not those of a positive scale; `found`, by all of the group ----
   __device__ __forceinline__ void mask_scores(Scores& scores, int found, int stage) {
-    const int column0 = 2 * (thread % 4), key0 = ~found * kTileKeys + column0;
+    const int column0 = 2 * (thread % 4), key0 = tile_of(found) * kTileKeys + column0;
 #pragma unroll
     for (int j = 0; j < kTileKeys / 8; ++j) {
-      const float2 bias = ptx::load_pair(&smem.key_bias[stage][8 * j + column0]);
+      const float2 bias = ptx::load_pair(reinterpret_cast<const float2*>(&smem.key_bias[stage][8 * j + column0]));
 #pragma unroll
       for (int i = 0; i < 4; ++i) ptx::add_bias(scores[4 * j + i], params.sign, i % 2 == 0 ? bias.x : bias.y);
     }
@@ -146,8 +148,8 @@ struct Consumer {
       bool any = false;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int j = 0; j < kTileKeys / 8; ++j) any |= row_votes[i] && (scores[4 * j + 2 * i] != -kInfinity || scores[4 * j + 2 * i + 1] != -kInfinity);
+        constexpr int kNothing = 0xFF800000;  // -inf
+        any |= row_votes[i] != 0 & (own_extreme<true>(scores, i) != kNothing | own_extreme<false>(scores, i) != kNothing);
       }
       if (!ptx::barrier_any(kStore + group, kWarpgroup, any) && thread == 0) ++progress().empty;
     }

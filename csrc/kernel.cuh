@@ -19,9 +19,7 @@ __device__ __forceinline__ void load_query(const Params& params, Smem& smem, con
     ptx::mbarrier_wait(ptx::smem_address(&smem.query_empty[group]), turn ^ 1);
     if (threadIdx.x % 32 == 0) {
       ptx::mbarrier_arrive_expect_bytes(full, sizeof(typename Smem::Query));
-      for (int panel = 0; panel < Smem::kPanels; ++panel) {
-        ptx::tma_load(ptx::smem_address(smem.query[group][panel]), &params.query_map, full, panel * kPanel, block.row0 + group * kGroupRows, block.head, block.batch);
-      }
+      ptx::tma_load(ptx::smem_address(smem.query[group]), &params.query_map, full, block.row0 + group * kGroupRows, 0, block.head, block.batch);
     }
     __syncwarp();
   }
@@ -30,7 +28,7 @@ __device__ __forceinline__ void load_query(const Params& params, Smem& smem, con
 template <typename Smem>
 __device__ __forceinline__ void load_key(const Params& params, Smem& smem, RingPlace<Smem::kKeyStages>& at, int tile, const Block& block) {
   ptx::mbarrier_wait(ptx::smem_address(&smem.key_empty[at.stage]), at.parity() ^ 1);
-  if (threadIdx.x % 32 == 0) load_tile(smem.key[at.stage], &params.key_map, smem.key_full[at.stage], tile, block, sharers<Smem>(params));
+  if (threadIdx.x % 32 == 0) load_tile(smem.key[at.stage], params.key_maps, smem.key_full[at.stage], tile, block, sharers<Smem>(params));
   __syncwarp();
   at.advance();
 }
@@ -108,7 +106,7 @@ __device__ __forceinline__ void load_values(const Params& params, Smem& smem) {
 #pragma unroll 1
     for (int position = 0; position < stream.length; ++position, tile = stream.keys.next(smem, tile), at.advance()) {
       ptx::mbarrier_wait(ptx::smem_address(&smem.value_empty[at.stage]), at.parity() ^ 1);
-      if (threadIdx.x % 32 == 0) load_tile(smem.value[at.stage], &params.value_map, smem.value_full[at.stage], tile, block, sharers<Smem>(params));
+      if (threadIdx.x % 32 == 0) load_tile(smem.value[at.stage], params.value_maps, smem.value_full[at.stage], tile, block, sharers<Smem>(params));
       __syncwarp();
     }
     release_block(smem, blocks);
@@ -124,7 +122,7 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
   if constexpr (Smem::kLoop == Loop::kDense) {
     if (warp == 1) load_values(params, smem);
   } else {
-    if (warp == 1 || warp == 2) load_kept_values(params, smem, warp - 1);
+    if (warp == 1 || warp == 2) load_wanted_values(params, smem, warp - 1);
   }
 }
 
@@ -170,6 +168,7 @@ __device__ __forceinline__ void init_barriers(const Params& params, Smem& smem) 
     init(smem.peer_block_full[s], 1);
   }
   for (uint32_t& slot : smem.nearest_of_first) slot = kNoTally;
+  for (auto& wish : smem.wish) wish.blocks = 0;
   ptx::mbarrier_init_fence();
 }
 

@@ -17,13 +17,13 @@ constexpr int kMostTrials = 32;       // lambdas of a measurement: a lane each
 constexpr uint32_t kNoTally = ~0u;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;  // 24 * 128 + 240 * 256 = 64512 = 384 * 168, what the launch gives; more deadlocks
-constexpr int kTileWords = 48;        // of 32 tiles: the most that are marked where there is a key mask, see mask.cuh
+constexpr int kTileWords = 32;        // of 32 tiles: the most that are marked where there is a key mask, see mask.cuh
 
-// A tile of K or V comes in two copies of this many keys x 64 elements: two panels, or two halves of the only panel.
-__host__ __device__ constexpr int copy_keys(int panels) { return kTileKeys * panels / 2; }
+// Half a tile of K or V has this many keys: it is one of two panels, or half of the only panel.
+__host__ __device__ constexpr int half_keys(int panels) { return kTileKeys * panels / 2; }
 
 // Named barriers (0 is __syncthreads). Each consumer warpgroup has its own of each kind: id + group.
-enum NamedBarrier : int { kVote = 1, kTally = 3, kStore = 5 };
+enum NamedBarrier : int { kVote = 1, kTally = 3, kStore = 5, kWish = 7 };
 
 // The loop that a consumer runs: without votes (lambda = 0), or with votes and Q K^T one tile ahead.
 enum class Loop { kDense, kAhead };
@@ -69,6 +69,10 @@ struct __align__(1024) SharedMemory {
   uint64_t value_empty[kValueStages];
   uint64_t block_full[2], block_empty[2], peer_block_full[2];  // see blocks.cuh
   float log2_lambda;
+  struct __align__(8) Wish {
+    int tile;                                // whose V the group waits for
+    uint32_t blocks;                         // done by the group
+  } wish[kGroups];
   Work work[2];
   int peer_block[2];
   struct {                                   // of each consumer warp, over the blocks before: here, since the loops have no register to spare
@@ -92,8 +96,14 @@ struct __align__(1024) SharedMemory {
 
 enum class MaskType : int { kNone = 0, kBool, kFloat32, kBFloat16, kFloat16 };
 
+// Rank 5, innermost first: 64 elements, S, panels of them, H, B.
+struct TileMaps {
+  CUtensorMap whole, half;  // a tile at a time, or half of one; the latter only where CTAs share copies
+};
+
 struct Params {
-  CUtensorMap query_map, key_map, value_map;  // rank 4, innermost first: D, S, H, B
+  CUtensorMap query_map;                      // 64 rows at a time, as TileMaps
+  TileMaps key_maps, value_maps;
   void* out;                                  // [B, Hq, Sq, D], strides in elements
   int64_t out_stride_batch, out_stride_head, out_stride_row;
   float* lse;                                 // [B, Hq, Sq], contiguous, natural log; not written by a measurement

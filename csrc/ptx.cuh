@@ -95,26 +95,30 @@ __device__ __forceinline__ bool barrier_any(int id, int threads, bool mine) { re
 // What this thread read and wrote in shared memory before comes before what the copy engine writes there, once it is told to.
 __device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Load a box of a rank-4 tensor map into shared memory; elements outside the tensor arrive as zeros. Coordinates innermost first.
-__device__ __forceinline__ void tma_load(uint32_t target_smem, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3) {
+// Load a box of a rank-5 tensor map into shared memory; elements outside the tensor arrive as zeros. Coordinates innermost first; the first is 0.
+__device__ __forceinline__ void tma_load(uint32_t target_smem, const CUtensorMap* map, uint32_t barrier, int c1, int c2, int c3, int c4) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(target_smem),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(target_smem),
+      "l"(map), "r"(barrier), "r"(0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
 // The same into the same place of every CTA in `mask`, each counting the bytes on its own barrier.
-__device__ __forceinline__ void tma_load_multicast(uint32_t target_smem, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3, uint16_t mask) {
+__device__ __forceinline__ void tma_load_multicast(uint32_t target_smem, const CUtensorMap* map, uint32_t barrier, int c1, int c2, int c3, int c4, uint16_t mask) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(target_smem),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(mask)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(target_smem),
+      "l"(map), "r"(barrier), "r"(0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(mask)
       : "memory");
 }
 
-// Not moved: so that no more are held than are used next.
-__device__ __forceinline__ float2 load_pair(const float* address) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(smem_address(address)) : "memory");
-  return x;
+// Eight bytes at once, and not moved: so that no more are held than are used next.
+template <typename Pair>
+__device__ __forceinline__ Pair load_pair(const Pair* address) {
+  static_assert(sizeof(Pair) == 8);
+  uint32_t x[2];
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(smem_address(address)) : "memory");
+  Pair pair;
+  memcpy(&pair, x, sizeof(pair));
+  return pair;
 }
 
 // In place, or the compiler keeps both versions of a tile's scores, and spills. s = sign * s + bias, and -inf where that is the bias: NaN too.
@@ -150,6 +154,13 @@ __device__ __forceinline__ uint32_t uniform(uint32_t x) {
 // Of a condition that the whole warp agrees on. From a vote the compiler knows that too: behind a branch on it no reconvergence (40 cycles), and in a
 // loop that ends by it uniform registers.
 __device__ __forceinline__ bool agreed(bool condition) { return __any_sync(~0u, condition); }
+
+// True in one lane of a warp that is together. The compiler knows that it is one: a copy that it starts is not put into a loop over lanes.
+__device__ __forceinline__ bool elect() {
+  uint32_t mine;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(mine));
+  return mine != 0;
+}
 
 __device__ __forceinline__ int read_uniform(const int& x) { return static_cast<int>(uniform(*const_cast<const volatile int*>(&x))); }
 

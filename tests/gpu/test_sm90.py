@@ -172,7 +172,7 @@ def test_masks_where_blocks_are_shared(head_dim: int) -> None:
 
 @pytest.mark.parametrize(("batch", "heads", "keys"), [(3, 50, 70_000), (1, 3, 200_000)])
 def test_masks_of_more_tiles_than_are_marked(batch: int, heads: int, keys: int) -> None:
-    """Marks of 196,608 keys fit into shared memory; 150 blocks would be shared if those of all items did."""
+    """Marks of 131,072 keys fit into shared memory; 150 blocks would be shared if those of all items did."""
     query, key, value = exact_inputs(batch, heads, 1, 64, keys, 64, torch.bfloat16)
     keep = torch.rand(batch, 1, 1, keys, device="cuda") < 0.5
     keep[..., 1280:6400] = False
