@@ -48,7 +48,10 @@ def run(
     scale: float,
     tile_order: str,
 ) -> None:
-    """Shapes as in `ops.py`; asynchronous, on the current stream of query's device."""
+    """Shapes as in `ops.py`; asynchronous, on the current stream of query's device.
+
+    Finite values of attn_mask beyond 1e6 act as 1e6: they still outweigh all scores, and lse shows that number.
+    """
     _attention()(query, key, value, threshold, attn_mask, query_mask, *results, is_causal, scale, tile_order == "own_first")
 
 
@@ -65,7 +68,11 @@ def measure(
     tile_order: str,
     tile: tuple[int, int],
 ) -> None:
-    """Shapes as in `measure.py`; asynchronous, like `run`."""
+    """Shapes as in `measure.py`; asynchronous, like `run`.
+
+    Where causal and key mask together leave a tile empty for a group of rows but not for its neighbour, and in masked tiles among more
+    than 131,072 keys, V is multiplied by zeros: a NaN in it reaches out.
+    """
     wide = tile[0] == 2 * TILE_Q
     _measure()(query, key, value, thresholds, attn_mask, query_mask, *results, is_causal, scale, tile_order == "own_first", wide)
 
