@@ -56,6 +56,7 @@ struct AheadConsumer : Consumer<Element, kHeadDim, Loop::kAhead> {
     if (this->thread == 0) *const_cast<volatile int*>(&smem.wish[group].tile) = tile;
     ptx::barrier_arrive(kWish + group, kWishers);
   }
+  // Here the group does wait: nothing else keeps it from asking for V of the next block before the other side has been at the barrier.
   __device__ __forceinline__ void want_no_more() const {
     if (this->thread == 0) *const_cast<volatile uint32_t*>(&smem.wish[group].blocks) = this->progress().blocks + 1;
     ptx::barrier_sync(kWish + group, kWishers);

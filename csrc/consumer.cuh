@@ -1,7 +1,6 @@
 // What a consumer warpgroup is made of: 64 query rows, the products and the softmax of one key tile, and the output at the end.
 #pragma once
 
-#include <cfloat>
 #include <type_traits>
 
 #include "blocks.cuh"
@@ -11,7 +10,6 @@
 
 constexpr float kInfinity = __builtin_huge_valf();
 constexpr float kLn2 = 0.693147180559945f;
-constexpr float kLog2e = 1.442695040888963f;
 constexpr float kBaseSlack = 8.f;  // see `exp_base`
 constexpr float kNoMax = -1e30f;   // of a row without a key so far: below every score, and finite, so that what is -inf stays so relative to it
 
@@ -96,7 +94,6 @@ struct Consumer {
     const auto [q, k] = qk_operands(stage);
     return {ptx::uniform(q), ptx::uniform(k)};
   }
-  __device__ __forceinline__ void qk_gemm(Scores& scores, int stage) { qk_gemm(scores, qk_operands(stage)); }
   __device__ __forceinline__ void qk_gemm(Scores& scores, const QkOperands& operands) {
     const auto [q, k] = operands;
     ptx::wgmma_fence();

@@ -1,4 +1,4 @@
-// The consumer where nothing is skipped: lambda = 0, and measurements.
+// The consumer where nothing is skipped: lambda = 0 (unless a group may meet empty tiles), and measurements.
 //
 // No maximum is looked for, but in the first tile and to measure. The exps of a tile are relative to the base of the tile before, and their
 // sum tells whether that is too low; then, a few times in a row's life, they are computed again. P V of the tile before runs beside the exps:

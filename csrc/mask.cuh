@@ -1,5 +1,5 @@
-// Key masks. For the loops, a tile is one of three: without a key that takes part, and then it is not in the stream; with all keys as they are;
-// or with some masked or added to, for which the producer gives a bias with K.
+// Key masks. For the loops, a tile is one of three: without a key that takes part, and then it is not in the stream (if the tiles are marked); with all
+// scores as they are; or with some masked or added to (or causal, or of a scale that is not positive), for which the producer gives biases with K.
 #pragma once
 
 #include <cuda_fp16.h>

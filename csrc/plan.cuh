@@ -25,7 +25,7 @@ __host__ __device__ constexpr int half_keys(int panels) { return kTileKeys * pan
 // Named barriers (0 is __syncthreads). Each consumer warpgroup has its own of each kind: id + group.
 enum NamedBarrier : int { kVote = 1, kTally = 3, kStore = 5, kWish = 7 };
 
-// The loop that a consumer runs: without votes (lambda = 0), or with votes and Q K^T one tile ahead.
+// The loop that a consumer runs: without votes (lambda = 0, if there are no empty tiles), or with votes and Q K^T one tile ahead.
 enum class Loop { kDense, kAhead };
 
 // What a CTA does next, in shared memory: see Block and Stream, which one warp makes for all.

@@ -17,7 +17,7 @@ struct RingPlace {
   }
 };
 
-// The key tiles of a block: those before `end` in which some key takes part.
+// The key tiles of a block: those before `end` in which some key takes part, where that is marked.
 struct KeyTiles {
   int bits;  // where in `tile_bits`; -1: all tiles
   int end;

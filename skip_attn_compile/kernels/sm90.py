@@ -50,7 +50,8 @@ def run(
 ) -> None:
     """Shapes as in `ops.py`; asynchronous, on the current stream of query's device.
 
-    Finite values of attn_mask beyond 1e6 act as 1e6: they still outweigh all scores, and lse shows that number.
+    Finite values of attn_mask beyond 1e6 act as 1e6, so they are equal among themselves. A row that sees nothing else gets the softmax of
+    its rounded scores, where the reference rounds them away, and its tiles may be skipped; its lse shows that number.
     """
     _attention()(query, key, value, threshold, attn_mask, query_mask, *results, is_causal, scale, tile_order == "own_first")
 
@@ -70,8 +71,8 @@ def measure(
 ) -> None:
     """Shapes as in `measure.py`; asynchronous, like `run`.
 
-    Where causal and key mask together leave a tile empty for a group of rows but not for its neighbour, and in masked tiles among more
-    than 131,072 keys, V is multiplied by zeros: a NaN in it reaches out.
+    Where causal and key mask together leave a tile empty for a group of rows, and in masked tiles among more than 131,072 keys, V is
+    multiplied by zeros: a NaN in it reaches out.
     """
     wide = tile[0] == 2 * TILE_Q
     _measure()(query, key, value, thresholds, attn_mask, query_mask, *results, is_causal, scale, tile_order == "own_first", wide)
