@@ -75,8 +75,7 @@ struct BlockSource {
 };
 
 // Whether there is an nth block for the CTA. For a whole warp: each of the consumers', those that load V and that which describes K. Its Work stays
-// readable until released. (A pointer or null instead is no uniform condition to the compiler, which then keeps nothing behind it in uniform
-// registers: 5 % of dense attention at D = 64.)
+// readable until released.
 template <typename Smem>
 __device__ __forceinline__ bool receive_block(Smem& smem, uint32_t n) {
   ptx::mbarrier_wait(ptx::smem_address(&smem.block_full[n % 2]), n / 2 % 2);
